@@ -1,0 +1,534 @@
+"""The recipe: frozen dataclasses, a strict YAML loader, cross-field checks. Imports no torch.
+
+One YAML file is one complete run. A field that changes results or cost has no default.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import types
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+MAX_SEQUENCE_CLIP = 0.01
+"""A sequence-level ratio is a mean over the response: at long responses a wider band never clips (facts: 1.3)."""
+LONG_RESPONSE_TOKENS = 1000
+
+
+class ConfigError(ValueError):
+    """A recipe that cannot run; the message lists every problem found, one a line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The model and how it is built in Megatron."""
+
+    hf_dir: str
+    """Hugging Face directory: config.json and tokenizer, and weights unless `init` is `random`."""
+    init: Literal["weights", "random"]
+    """`weights` loads safetensors from hf_dir; `random` draws from `seed` with config.json's initializer_range."""
+    dtype: Literal["float32", "bfloat16"]
+    """Parameters and activations of trainer and server; router, softmax, loss and ratio stay float32."""
+    mcore: dict[str, Any] = field(default_factory=dict)
+    """Passed to megatron-core's TransformerConfig under its own names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """Megatron's axes, upstream's names. Data parallel is what remains of the ranks."""
+
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    context_parallel_size: int
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Model chunks per pipeline rank (interleaved schedule)."""
+    sequence_parallel: bool = False
+    """Required by megatron-core when a MoE trains with tensor parallel > 1."""
+    use_distributed_optimizer: bool = True
+    """Shards optimizer state over data parallel; changes memory, not results."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterConfig:
+    """Which processes run on a node."""
+
+    trainer_ranks: int
+    """Trainer processes on this node."""
+    rollout_servers: int
+    """SGLang servers on this node."""
+    placement: Literal["separate"] = "separate"
+    """Servers have their own devices (on CPU: their own processes)."""
+    max_policy_lag: int = 0
+    """0: synchronous; generation waits for the push of the newest weights."""
+    host: str = "127.0.0.1"
+    """Interface that servers and rendezvous bind."""
+    server_port: int = 0
+    """First SGLang port; 0 takes a free one."""
+    start_timeout_s: float = 300.0
+    """Longest wait for a server to answer a generate probe, seconds."""
+    collective_timeout_s: float = 600.0
+    """Longest wait inside a trainer collective, seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Prompts: a reasoning-gym generator, split three ways by hash so that no text occurs twice."""
+
+    reasoning_gym: Literal["number_sorting"]
+    """Generator and scorer of the reasoning-gym package."""
+    params: dict[str, Any]
+    """The generator's own configuration keys, without seed and size."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ColdStartConfig:
+    """The supervised stage that the paper starts from (section 5.1), through the same Megatron path."""
+
+    num_steps: int
+    """Optimizer steps."""
+    batch_size: int
+    """Demonstrations per optimizer step."""
+    lr: float
+    """Peak learning rate: linear warm-up, flat, linear decay to 0."""
+    warmup_steps: int
+    decay_fraction: float
+    """Share of the steps, at the end, over which lr falls to 0."""
+    flawed_fraction: float
+    """Share of demonstrations that are wrong on purpose, so that RL has something to do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """Generation through SGLang's HTTP API."""
+
+    num_prompts: int
+    """Prompts per rollout step."""
+    group_size: int
+    """Responses per prompt, G."""
+    temperature: float
+    """Divides the logits here and in the trainer's log-probs."""
+    max_response_tokens: int
+    """A response that reaches it ends with finish reason `length`."""
+    top_p: float = 1.0
+    """Must be 1: a truncated support shifts log-probs against the trainer's (facts: 3.3)."""
+    top_k: int = -1
+    """Must be -1 (off), as top_p."""
+    request_timeout_s: float = 120.0
+    """Limit of one generate request, seconds."""
+    max_concurrency: int = 64
+    """Requests in flight."""
+    max_retries: int = 2
+    """Further tries of a request after a connection error or status 5xx."""
+    groups_dir: str | None = None
+    """Where `--only train` reads RolloutGroups; null: this run's own rollouts folder."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """Passed to SGLang's ServerArgs under its own names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardConfig:
+    """Rewards of responses."""
+
+    permute: bool = False
+    """Control arm: permute the rewards over the rollout batch, which leaves no signal to learn from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageConfig:
+    """Group-relative advantage, (r - mean) / (std + eps)."""
+
+    std: bool
+    """False leaves r - mean."""
+    ddof: int
+    """1: sample standard deviation (torch's default); 0: population. The paper states neither."""
+    eps: float = 1.0e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchConfig:
+    """How a rollout becomes optimizer steps and packed microbatches."""
+
+    num_minibatches: int
+    """Optimizer steps per rollout; with 1 the ratio never leaves 1 and the clip never acts (the paper: 4)."""
+    max_tokens_per_microbatch: int
+    """Packed tokens per rank and forward pass."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossConfig:
+    """The objective."""
+
+    name: Literal["gspo", "grpo"]
+    """gspo: Eq. 5 and 7 of the paper. grpo: Eq. 2, for comparison."""
+    clip_low: float
+    """Left clipping range: ratios below 1 - clip_low stop the gradient of negative advantages."""
+    clip_high: float
+    """Right clipping range: ratios above 1 + clip_high stop the gradient of positive advantages."""
+    old_logprobs: Literal["recompute", "rollout"]
+    """recompute: by the trainer with the same packing (ratio exactly 1 on minibatch 1). rollout: SGLang's own."""
+    allow_wide_clip: bool = False
+    """Permit a sequence-level band above 0.01 with responses above 1,000 tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW through megatron-core's optimizer."""
+
+    lr: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    weight_decay: float
+    clip_grad: float
+    """Global gradient norm limit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Length of the run."""
+
+    num_rollout_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateConfig:
+    """Held-out evaluation, sampled with fixed seeds."""
+
+    num_prompts: int
+    num_samples: int
+    """Responses per prompt; accuracy is their mean (pass@1)."""
+    temperature: float
+    every: int
+    """Rollout steps between evaluations; the first and last state are always evaluated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """One complete run."""
+
+    name: str
+    """Names the folder under output_dir."""
+    device: Literal["cpu", "cuda"]
+    """cpu: megatron-core over gloo and SGLang without CUDA. cuda: NCCL and Transformer Engine."""
+    seed: int
+    """Seeds the model's random initialisation, the prompt stream, sampling and shuffles."""
+    model: ModelConfig
+    parallel: ParallelConfig
+    cluster: ClusterConfig
+    data: DataConfig
+    cold_start: ColdStartConfig | None
+    """null starts RL from model.hf_dir as it is."""
+    rollout: RolloutConfig
+    advantage: AdvantageConfig
+    batch: BatchConfig
+    loss: LossConfig
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    evaluate: EvaluateConfig
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    output_dir: str = "runs"
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of everything that the run leaves."""
+        return Path(self.output_dir) / self.name
+
+    @property
+    def groups_dir(self) -> Path:
+        """Folder of saved RolloutGroups."""
+        return Path(self.rollout.groups_dir) if self.rollout.groups_dir else self.run_dir / "rollouts"
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that see different data."""
+        p = self.parallel
+        return self.cluster.trainer_ranks // (
+            p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+        )
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override and check a recipe.
+
+    Args:
+        path: YAML file.
+        overrides: `a.b=c` items; c is read as YAML.
+
+    Raises:
+        ConfigError: lists every problem; nothing has been started.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: wants a mapping of recipe sections, got {type(tree).__name__}")
+    problems = [p for item in overrides for p in _override(tree, item)]
+    recipe = _build(Recipe, tree, "", problems)
+    if not problems:
+        problems = check_recipe(recipe)
+    if problems:
+        raise ConfigError(f"{path}: {len(problems)} problem(s)\n" + "\n".join(f"  {p}" for p in problems))
+    return recipe
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The complete recipe as YAML, every default written out; load_recipe reads it back to an equal Recipe."""
+    return yaml.dump(_plain_floats(asdict(recipe)), Dumper=_RecipeDumper, sort_keys=False)
+
+
+class _RecipeDumper(yaml.SafeDumper):
+    """Writes floats so that YAML 1.1 reads them back as floats (1.0e-05, never 1e-05)."""
+
+
+def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
+    text = repr(value)
+    if "e" in text and "." not in text.split("e")[0]:
+        text = text.replace("e", ".0e", 1)
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+_RecipeDumper.add_representer(float, _represent_float)
+
+
+def _plain_floats(value: Any) -> Any:
+    """Tuples to lists, so that safe YAML can hold the tree."""
+    if isinstance(value, dict):
+        return {k: _plain_floats(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain_floats(v) for v in value]
+    return value
+
+
+def _override(tree: dict[str, Any], item: str) -> list[str]:
+    """Apply one `a.b=c` in place; returns problems."""
+    key, equals, text = item.partition("=")
+    if not equals:
+        return [f"--set {item}: wants section.key=value"]
+    *parents, leaf = key.split(".")
+    node = tree
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            return [f"--set {item}: {parent} is not a section"]
+        node = child
+    try:
+        node[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        return [f"--set {item}: value is not YAML ({error})"]
+    return []
+
+
+def _build(cls: type, tree: Any, where: str, problems: list[str]) -> Any:
+    """Build dataclass cls from a parsed mapping; appends problems and returns None where it cannot."""
+    if not isinstance(tree, dict):
+        problems.append(f"{where or 'recipe'}: wants a section with keys, got {tree!r}")
+        return None
+    hints = get_type_hints(cls)
+    known = {f.name: f for f in fields(cls)}
+    prefix = f"{where}." if where else ""
+    for key in tree:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            problems.append(f"{prefix}{key}: unknown key; nearest is {prefix}{near[0]}")
+    values = {}
+    for name, f in known.items():
+        if name in tree:
+            values[name] = _coerce(hints[name], tree[name], f"{prefix}{name}", problems)
+        elif f.default is MISSING and f.default_factory is MISSING:
+            problems.append(f"{prefix}{name}: missing; it has no default because it changes results or cost")
+    return cls(**values) if not problems else None
+
+
+def _coerce(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
+    """Check value against the type hint; only int -> float is converted."""
+    if get_origin(hint) in (Union, types.UnionType):
+        if value is None and type(None) in get_args(hint):
+            return None
+        (hint,) = (h for h in get_args(hint) if h is not type(None))
+    if is_dataclass(hint):
+        return _build(hint, value, where, problems)  # type: ignore[arg-type]
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            problems.append(f"{where}={value!r}: wants one of {', '.join(map(str, get_args(hint)))}")
+        return value
+    if get_origin(hint) is dict:
+        if not isinstance(value, dict):
+            problems.append(f"{where}={value!r}: wants a mapping")
+        return value
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is float and is_number:
+        return float(value)
+    if hint in (int, float) and isinstance(value, str) and _reads_as_float(value):
+        fixed = f"{float(value):.1e}" if hint is float else str(int(float(value)))
+        problems.append(
+            f"{where}={value!r}: is text, wants a number; YAML needs a point before the exponent: {fixed}"
+        )
+    elif type(value) is not hint:
+        problems.append(f"{where}={value!r}: wants {hint.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _reads_as_float(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+# TransformerConfig fields that this project derives from config.json, the recipe or the objective.
+DERIVED_MCORE_KEYS = frozenset(
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels num_moe_experts "
+    "moe_ffn_hidden_size moe_router_topk normalization layernorm_epsilon qk_layernorm gated_linear_unit "
+    "activation_func add_bias_linear add_qkv_bias init_method_std params_dtype pipeline_dtype bf16 fp16 "
+    "calculate_per_token_loss tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+    "virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
+    "sequence_parallel moe_router_pre_softmax use_cpu_initialization overlap_p2p_comm batch_p2p_comm "
+    "variable_seq_lengths".split()
+)
+# ServerArgs fields that engine.py sets.
+DERIVED_SGLANG_KEYS = frozenset(
+    "model_path tokenizer_path host port device dtype random_seed weight_version api_key served_model_name "
+    "load_format skip_tokenizer_init".split()
+)
+
+
+def upstream_fields(dist_name: str, file: str, class_names: set[str]) -> set[str] | None:
+    """Annotated fields of upstream classes, read from the installed source without importing it.
+
+    Returns:
+        The names; None where the distribution is not installed on this machine.
+    """
+    try:
+        source = Path(str(distribution(dist_name).locate_file(file)))
+    except PackageNotFoundError:
+        return None
+    classes = [n for n in ast.parse(source.read_text()).body if isinstance(n, ast.ClassDef) and n.name in class_names]
+    return {
+        n.target.id
+        for c in classes
+        for n in c.body
+        if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    }
+
+
+def _check_passed_through(section: str, given: dict[str, Any], derived: frozenset[str], known: set[str]) -> list[str]:
+    problems = []
+    for key in given:
+        if key in derived:
+            problems.append(f"{section}.{key}: is derived from the recipe; remove it")
+        elif key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            problems.append(f"{section}.{key}: upstream has no such key; nearest is {near[0]}")
+    return problems
+
+
+def check_recipe(recipe: Recipe) -> list[str]:
+    """Cross-field checks; returns every problem."""
+    problems = _check_parallel(recipe) + _check_sizes(recipe) + _check_objective(recipe)
+    mcore = upstream_fields(
+        "megatron-core", "megatron/core/transformer/transformer_config.py", {"TransformerConfig"}
+    )
+    base = upstream_fields("megatron-core", "megatron/core/model_parallel_config.py", {"ModelParallelConfig"})
+    if mcore is not None and base is not None:
+        problems += _check_passed_through("model.mcore", recipe.model.mcore, DERIVED_MCORE_KEYS, mcore | base)
+    sglang = upstream_fields("sglang", "sglang/srt/server_args.py", {"ServerArgs"})
+    if sglang is not None:
+        problems += _check_passed_through("rollout.sglang", recipe.rollout.sglang, DERIVED_SGLANG_KEYS, sglang)
+    hf_dir = Path(recipe.model.hf_dir)
+    wanted = ["config.json", "tokenizer.json"]
+    if not hf_dir.is_dir():
+        problems.append(f"model.hf_dir={recipe.model.hf_dir}: no such directory")
+    else:
+        problems += [f"model.hf_dir={hf_dir}: has no {name}" for name in wanted if not (hf_dir / name).is_file()]
+        if recipe.model.init == "weights" and not any(hf_dir.glob("*.safetensors")):
+            problems.append(f"model.hf_dir={hf_dir}: has no *.safetensors; or set model.init to random")
+    return problems
+
+
+def _check_parallel(recipe: Recipe) -> list[str]:
+    p, ranks = recipe.parallel, recipe.cluster.trainer_ranks
+    problems = [
+        f"{section}.{f.name}={value}: wants at least 1"
+        for section, part in (("parallel", p),)
+        for f in fields(part)
+        if type(value := getattr(part, f.name)) is int and value < 1
+    ]
+    if ranks < 1 or recipe.cluster.rollout_servers < 1:
+        problems.append("cluster.trainer_ranks and cluster.rollout_servers: want at least 1")
+    if problems:
+        return problems
+    dense = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+    expert = p.expert_tensor_parallel_size * p.expert_model_parallel_size * p.pipeline_model_parallel_size
+    for what, size in (("tensor x pipeline x context", dense), ("expert x expert-tensor x pipeline", expert)):
+        if ranks % size:
+            problems.append(f"cluster.trainer_ranks={ranks}: is not a multiple of {what} parallel = {size}")
+    if p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
+        problems.append("parallel.sequence_parallel: must be true with tensor parallel > 1 (megatron-core's MoE)")
+    if recipe.cluster.max_policy_lag != 0:
+        problems.append(f"cluster.max_policy_lag={recipe.cluster.max_policy_lag}: only 0 (synchronous) is built")
+    return problems
+
+
+def _check_sizes(recipe: Recipe) -> list[str]:
+    r, b = recipe.rollout, recipe.batch
+    problems = []
+    for where, value in (
+        ("rollout.num_prompts", r.num_prompts),
+        ("rollout.max_response_tokens", r.max_response_tokens),
+        ("rollout.max_concurrency", r.max_concurrency),
+        ("batch.num_minibatches", b.num_minibatches),
+        ("batch.max_tokens_per_microbatch", b.max_tokens_per_microbatch),
+        ("evaluate.num_prompts", recipe.evaluate.num_prompts),
+        ("evaluate.num_samples", recipe.evaluate.num_samples),
+        ("evaluate.every", recipe.evaluate.every),
+        ("train.num_rollout_steps", recipe.train.num_rollout_steps),
+    ):
+        if value < 1:
+            problems.append(f"{where}={value}: wants at least 1")
+    if r.group_size < 2:
+        problems.append(f"rollout.group_size={r.group_size}: wants at least 2; one response has no group to beat")
+    if b.num_minibatches >= 1 and r.num_prompts % b.num_minibatches:
+        problems.append(f"batch.num_minibatches={b.num_minibatches}: does not divide rollout.num_prompts={r.num_prompts}")
+    if recipe.cold_start is None and recipe.model.init == "random":
+        problems.append("cold_start: null with model.init random would train noise; give cold_start or weights")
+    return problems
+
+
+def _check_objective(recipe: Recipe) -> list[str]:
+    problems = []
+    r, loss, opt = recipe.rollout, recipe.loss, recipe.optimizer
+    if r.top_p != 1.0 or r.top_k != -1:
+        problems.append(
+            f"rollout.top_p={r.top_p}, top_k={r.top_k}: must be 1.0 and -1; "
+            "a truncated support shifts the rollout's log-probs against the trainer's"
+        )
+    for where, value in (("rollout.temperature", r.temperature), ("evaluate.temperature", recipe.evaluate.temperature)):
+        if not 0.0 < value <= 10.0:
+            problems.append(f"{where}={value}: wants a value in (0, 10]")
+    for where, value in (("loss.clip_low", loss.clip_low), ("loss.clip_high", loss.clip_high)):
+        if not 0.0 < value < 1.0:
+            problems.append(f"{where}={value}: wants a value in (0, 1)")
+    wide = max(loss.clip_low, loss.clip_high) > MAX_SEQUENCE_CLIP
+    if loss.name == "gspo" and wide and r.max_response_tokens > LONG_RESPONSE_TOKENS and not loss.allow_wide_clip:
+        problems.append(
+            f"loss.clip_low={loss.clip_low}, clip_high={loss.clip_high}: above {MAX_SEQUENCE_CLIP} a sequence-level "
+            f"ratio of {r.max_response_tokens}-token responses never clips; the paper has 3.0e-4 and 4.0e-4 "
+            "(or set loss.allow_wide_clip)"
+        )
+    if opt.lr < 0.0:
+        problems.append(f"optimizer.lr={opt.lr}: wants at least 0")
+    if recipe.advantage.ddof not in (0, 1):
+        problems.append(f"advantage.ddof={recipe.advantage.ddof}: wants 0 or 1")
+    return problems

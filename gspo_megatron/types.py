@@ -1,0 +1,173 @@
+"""The records that stages hand to each other: Prompt, Rollout, RolloutGroup, Microbatch, TrainBatch.
+
+Shapes: B = responses of the microbatch, T = packed tokens on this rank, S = segments (= B) + 1.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One task x, as text, as token ids and with what its scorer needs.
+
+    Example: Prompt(prompt_id="9f3a...", text="a25,7>", token_ids=(10, 2, 5, 11, 7, 13), expected="7,25", entry={...})
+    """
+
+    prompt_id: str
+    """SHA-256 of the text, hex: equal texts are the same prompt."""
+    text: str
+    token_ids: tuple[int, ...]
+    expected: str
+    """The one exact response; held-out accuracy compares with it."""
+    entry: dict[str, Any]
+    """The scorer's own record, JSON-able."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """One sampled response y with its record."""
+
+    response_ids: tuple[int, ...]
+    """Token ids as SGLang sampled them, EOS included when it was sampled."""
+    rollout_logprobs: tuple[float, ...]
+    """SGLang's log-probability of each response token, nats."""
+    weight_versions: tuple[int, ...]
+    """The weight_version that produced each response token."""
+    finish_reason: str
+    """`stop` (EOS) or `length` (max_response_tokens)."""
+    text: str
+    """The response decoded, without EOS."""
+    sampling_seed: int
+    reward: float | None = None
+    is_exact: bool | None = None
+    advantage: float | None = None
+
+    def with_reward(self, reward: float, is_exact: bool) -> Rollout:
+        """The same rollout, scored."""
+        return replace(self, reward=reward, is_exact=is_exact)
+
+    def with_advantage(self, advantage: float) -> Rollout:
+        """The same rollout with its group-relative advantage."""
+        return replace(self, advantage=advantage)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutGroup:
+    """The responses of one prompt; advantages are relative to this set."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Microbatch:
+    """The packed responses of one forward pass on one rank (THD layout).
+
+    Position t of a sequence predicts token t + 1, so labels are the tokens shifted by one and every per-token
+    field below is aligned with the *predicting* position. Sequences are padded to the alignment that TP, SP and CP
+    need; padding carries response_mask_T False and response_index_T 0.
+    """
+
+    tokens_T: Tensor
+    """[T] int64. Input ids."""
+    labels_T: Tensor
+    """[T] int64. The next token of the same sequence; 0 where there is none."""
+    position_ids_T: Tensor
+    """[T] int64. Position inside its sequence, before context-parallel slicing."""
+    response_mask_T: Tensor
+    """[T] bool. True where labels_T is a response token."""
+    response_index_T: Tensor
+    """[T] int64 in [0, B). The response that owns the position."""
+    response_length_B: Tensor
+    """[B] int64, tokens. |y_i| over all context-parallel ranks."""
+    advantages_B: Tensor
+    """[B] float32."""
+    rollout_logprobs_T: Tensor
+    """[T] float32, nats. SGLang's own; 0 outside the mask."""
+    old_logprobs_T: Tensor | None
+    """[T] float32, nats. The trainer's, before the first minibatch; None until add_old_logprobs."""
+    cu_seqlens: Tensor
+    """[S] int32. Sequence starts without padding, whole sequences (not context-parallel slices)."""
+    cu_seqlens_padded: Tensor
+    """[S] int32. Sequence starts with padding."""
+    max_seqlen: int
+    """Longest padded sequence, tokens."""
+    num_unpadded_tokens: int
+    """Tokens of this rank's slice that are not padding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainBatch:
+    """One optimizer step's data on one data-parallel rank, with the two global counts (DESIGN 3)."""
+
+    microbatches: list[Microbatch]
+    """Same count on every data-parallel rank."""
+    num_responses: int
+    """N: responses of the optimizer step over all data-parallel ranks and microbatches."""
+    num_tokens: int
+    """T: unpadded tokens of the optimizer step over all data-parallel ranks and microbatches."""
+    minibatch_index: int
+    """Place within the rollout: minibatch 0 is on-policy when old log-probs are recomputed."""
+    packing_efficiency: float
+    """Unpadded tokens / (microbatches x token budget) over all data-parallel ranks."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainState:
+    """Where the run stands; the trainer's only mutable record."""
+
+    rollout_step: int = 0
+    optimizer_step: int = 0
+    weight_version: int = 0
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+
+
+def save_groups(groups: list[RolloutGroup], path: Path) -> None:
+    """Write groups as JSON lines, one group a line, under a temporary name first.
+
+    JSON keeps every float exactly (shortest representation that reads back to the same value).
+    """
+    tmp = path.with_name(path.name + ".tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tmp.open("w") as f:
+        for group in groups:
+            f.write(json.dumps(asdict(group)) + "\n")
+    tmp.rename(path)
+
+
+def load_groups(path: Path) -> list[RolloutGroup]:
+    """Read what save_groups wrote.
+
+    Raises:
+        ValueError: the file is missing or a line is not a group; the message names file and line.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file of rollout groups; a run writes it under runs/<name>/rollouts")
+    groups = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            prompt = Prompt(**{**record["prompt"], "token_ids": tuple(record["prompt"]["token_ids"])})
+            rollouts = tuple(
+                Rollout(
+                    **{
+                        **r,
+                        "response_ids": tuple(r["response_ids"]),
+                        "rollout_logprobs": tuple(r["rollout_logprobs"]),
+                        "weight_versions": tuple(r["weight_versions"]),
+                    }
+                )
+                for r in record["rollouts"]
+            )
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path}:{number}: not a rollout group ({error})") from error
+        groups.append(RolloutGroup(prompt=prompt, rollouts=rollouts))
+    return groups
