@@ -404,23 +404,32 @@ DERIVED_SGLANG_KEYS = frozenset(
 )
 
 
-def upstream_fields(dist_name: str, file: str, class_names: set[str]) -> set[str] | None:
-    """Annotated fields of upstream classes, read from the installed source without importing it.
+def upstream_fields(dist_name: str, pattern: str) -> set[str]:
+    """Annotated class fields in upstream's installed source files, read without importing them.
 
-    Returns:
-        The names; None where the distribution is not installed on this machine.
+    Args:
+        dist_name: distribution, as pip names it.
+        pattern: glob of the files, relative to site-packages.
+
+    Raises:
+        ConfigError: the distribution is not installed, or its fields are elsewhere.
     """
     try:
-        source = Path(str(distribution(dist_name).locate_file(file)))
-    except PackageNotFoundError:
-        return None
-    classes = [n for n in ast.parse(source.read_text()).body if isinstance(n, ast.ClassDef) and n.name in class_names]
-    return {
-        n.target.id
-        for c in classes
-        for n in c.body
-        if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+        root = Path(str(distribution(dist_name).locate_file("")))
+    except PackageNotFoundError as error:
+        raise ConfigError(f"{dist_name} is not installed; install requirements/cpu.txt or gpu.txt") from error
+    bodies = [
+        node.body
+        for file in sorted(root.glob(pattern))
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    names = {
+        n.target.id for body in bodies for n in body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
     }
+    if not names:
+        raise ConfigError(f"{dist_name}: no fields in {pattern}; this version is not the pinned one")
+    return names
 
 
 def _check_passed_through(section: str, given: dict[str, Any], derived: frozenset[str], known: set[str]) -> list[str]:
@@ -437,15 +446,11 @@ def _check_passed_through(section: str, given: dict[str, Any], derived: frozense
 def check_recipe(recipe: Recipe) -> list[str]:
     """Cross-field checks; returns every problem."""
     problems = _check_parallel(recipe) + _check_sizes(recipe) + _check_objective(recipe)
-    mcore = upstream_fields(
-        "megatron-core", "megatron/core/transformer/transformer_config.py", {"TransformerConfig"}
-    )
-    base = upstream_fields("megatron-core", "megatron/core/model_parallel_config.py", {"ModelParallelConfig"})
-    if mcore is not None and base is not None:
-        problems += _check_passed_through("model.mcore", recipe.model.mcore, DERIVED_MCORE_KEYS, mcore | base)
-    sglang = upstream_fields("sglang", "sglang/srt/server_args.py", {"ServerArgs"})
-    if sglang is not None:
-        problems += _check_passed_through("rollout.sglang", recipe.rollout.sglang, DERIVED_SGLANG_KEYS, sglang)
+    mcore = upstream_fields("megatron-core", "megatron/core/transformer/transformer_config.py")
+    mcore |= upstream_fields("megatron-core", "megatron/core/model_parallel_config.py")
+    problems += _check_passed_through("model.mcore", recipe.model.mcore, DERIVED_MCORE_KEYS, mcore)
+    sglang = upstream_fields("sglang", "sglang/srt/arg_groups/fields/*.py")
+    problems += _check_passed_through("rollout.sglang", recipe.rollout.sglang, DERIVED_SGLANG_KEYS, sglang)
     hf_dir = Path(recipe.model.hf_dir)
     wanted = ["config.json", "tokenizer.json"]
     if not hf_dir.is_dir():

@@ -1,0 +1,1 @@
+"""One short operation list per model family, written once for both directions."""

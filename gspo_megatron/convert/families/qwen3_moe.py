@@ -1,0 +1,130 @@
+"""Qwen3-MoE (30B-A3B, 235B-A22B): config.json <-> megatron-core arguments, and the operation list.
+
+Source: transformers' Qwen3MoeConfig and Qwen3MoeForCausalLM; megatron-core's Transformer Engine checkpoint names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gspo_megatron.convert.ops import ConversionError, FuseQKV, Op, PadVocab, Rename, StackExperts
+
+MODEL_TYPE = "qwen3_moe"
+
+# Keys that do not change the forward pass, or that the recipe decides (dtype, auxiliary loss).
+_IGNORED = frozenset(
+    "architectures model_type dtype torch_dtype transformers_version use_cache bos_token_id eos_token_id pad_token_id "
+    "initializer_range output_router_logits router_aux_loss_coef max_window_layers sliding_window "
+    "max_position_embeddings intermediate_size id2label label2id return_dict output_hidden_states "
+    "output_attentions chunk_size_feed_forward is_encoder_decoder problem_type layer_types".split()
+)
+_READ = frozenset(
+    "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim num_experts "
+    "num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob rms_norm_eps tie_word_embeddings "
+    "rope_theta rope_parameters rope_scaling".split()
+)
+# Keys with one value that this family's operation list and specification implement.
+_REQUIRED = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "use_sliding_window": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelArguments:
+    """What GPTModel takes beside its TransformerConfig."""
+
+    vocab_size: int
+    """Rows of the embedding, without padding."""
+    rotary_base: float
+    share_embeddings_and_output_weights: bool
+    initializer_range: float
+    """Standard deviation of a random initialisation."""
+
+
+def transformer_config(hf: dict[str, Any]) -> tuple[dict[str, Any], ModelArguments]:
+    """Map config.json to TransformerConfig fields and model arguments; total and strict.
+
+    Raises:
+        ConversionError: a key that changes the maths is not understood, or has a value that is not implemented.
+    """
+    problems = [f"{k}: not understood" for k in hf if k not in _IGNORED | _READ | set(_REQUIRED)]
+    problems += [f"{k}={hf[k]!r}: only {v!r} is implemented" for k, v in _REQUIRED.items() if k in hf and hf[k] != v]
+    rope = hf.get("rope_parameters") or {"rope_type": "default", "rope_theta": hf.get("rope_theta", 1.0e6)}
+    if rope.get("rope_type", "default") != "default" or hf.get("rope_scaling"):
+        problems.append(f"rope scaling {hf.get('rope_scaling') or rope}: only the default RoPE is implemented")
+    if hf.get("model_type") != MODEL_TYPE:
+        problems.append(f"model_type={hf.get('model_type')!r}: wants {MODEL_TYPE!r}")
+    if problems:
+        raise ConversionError("config.json:\n" + "\n".join(f"  {p}" for p in problems))
+    fields = {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["moe_intermediate_size"],
+        "num_attention_heads": hf["num_attention_heads"],
+        "num_query_groups": hf["num_key_value_heads"],
+        "kv_channels": hf["head_dim"],
+        "num_moe_experts": _num_experts(hf),
+        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+        "moe_router_topk": hf["num_experts_per_tok"],
+        # softmax over the selected logits equals renormalised gates of the full softmax
+        "moe_router_pre_softmax": not hf["norm_topk_prob"],
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf["rms_norm_eps"],
+        "qk_layernorm": True,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "init_method_std": hf["initializer_range"],
+    }
+    arguments = ModelArguments(
+        vocab_size=hf["vocab_size"],
+        rotary_base=rope["rope_theta"],
+        share_embeddings_and_output_weights=hf["tie_word_embeddings"],
+        initializer_range=hf["initializer_range"],
+    )
+    return fields, arguments
+
+
+def op_list(hf: dict[str, Any], *, padded_vocab_size: int) -> list[Op]:
+    """Every tensor of the model, once."""
+    hidden, vocab = hf["hidden_size"], hf["vocab_size"]
+    ops: list[Op] = [
+        PadVocab("embedding.word_embeddings.weight", "model.embed_tokens.weight", (vocab, hidden), padded_vocab_size)
+    ]
+    for layer in range(hf["num_hidden_layers"]):
+        ops += _layer(hf, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+    ops.append(Rename("decoder.final_layernorm.weight", "model.norm.weight", (hidden,)))
+    if not hf["tie_word_embeddings"]:
+        ops.append(PadVocab("output_layer.weight", "lm_head.weight", (vocab, hidden), padded_vocab_size))
+    return ops
+
+
+def _num_experts(hf: dict[str, Any]) -> int:
+    return int(hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"])
+
+
+def _layer(hf: dict[str, Any], m: str, h: str) -> list[Op]:
+    """Operations of one layer; m and h are the two name prefixes."""
+    hidden, ffn, head_dim = hf["hidden_size"], hf["moe_intermediate_size"], hf["head_dim"]
+    heads, groups, experts = hf["num_attention_heads"], hf["num_key_value_heads"], range(_num_experts(hf))
+    attention, qkv = f"{h}self_attn.", f"{m}self_attention.linear_qkv."
+    gate_up = tuple(f"{h}mlp.experts.{e}.{p}_proj.weight" for e in experts for p in ("gate", "up"))
+    down = tuple(f"{h}mlp.experts.{e}.down_proj.weight" for e in experts)
+    q, k, v = (f"{attention}{p}_proj.weight" for p in "qkv")
+    return [
+        Rename(f"{qkv}layer_norm_weight", f"{h}input_layernorm.weight", (hidden,)),
+        FuseQKV(f"{qkv}weight", (q, k, v), heads, groups, head_dim, hidden),
+        Rename(f"{m}self_attention.q_layernorm.weight", f"{attention}q_norm.weight", (head_dim,)),
+        Rename(f"{m}self_attention.k_layernorm.weight", f"{attention}k_norm.weight", (head_dim,)),
+        Rename(f"{m}self_attention.linear_proj.weight", f"{attention}o_proj.weight", (hidden, heads * head_dim)),
+        Rename(f"{m}pre_mlp_layernorm.weight", f"{h}post_attention_layernorm.weight", (hidden,)),
+        Rename(f"{m}mlp.router.weight", f"{h}mlp.gate.weight", (len(experts), hidden)),
+        StackExperts(f"{m}mlp.experts.experts.linear_fc1.weight", gate_up, 2, (ffn, hidden)),
+        StackExperts(f"{m}mlp.experts.experts.linear_fc2.weight", down, 1, (hidden, ffn)),
+    ]

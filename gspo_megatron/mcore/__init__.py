@@ -1,0 +1,1 @@
+"""All contact with megatron-core and Transformer Engine: parallel state, model, attention, CPU replacements."""

@@ -1,0 +1,240 @@
+"""The policy: GPTModel chunks under DistributedDataParallel, their optimizer, and their shards for conversion.
+
+CPU: megatron-core's local modules with the project's packed attention. CUDA: Transformer Engine modules with grouped
+GEMM. Both have the same checkpoint names, Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.parallel_state import get_data_parallel_group, is_pipeline_first_stage, is_pipeline_last_stage
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from gspo_megatron.config import OptimizerConfig, Recipe
+from gspo_megatron.convert.families import qwen3_moe
+from gspo_megatron.convert.hf_io import read_config
+from gspo_megatron.convert.ops import Op
+from gspo_megatron.convert.shards import Shard
+from gspo_megatron.mcore.attention import PackedCoreAttention, TorchRMSNorm
+from gspo_megatron.mcore.parallel import Parallel
+
+# What has no CPU implementation, switched off; none of it changes the maths.
+_CPU_CONFIG = {
+    "use_cpu_initialization": True,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+}
+_CUDA_CONFIG = {"moe_grouped_gemm": True, "bias_activation_fusion": True, "bias_dropout_fusion": True}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """The model on this rank."""
+
+    chunks: list[Any]
+    """DistributedDataParallel modules: one, or one per virtual pipeline stage."""
+    config: TransformerConfig
+    parallel: Parallel
+    ops: list[Op]
+    """The family's table, Hugging Face <-> Megatron."""
+    vocab_size: int
+    """Without padding."""
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """megatron-core's own description of this rank's parameters, layout-free names."""
+        merged: dict[str, Any] = {}
+        for chunk in unwrap_model(self.chunks):
+            merged.update(chunk.sharded_state_dict(metadata=checkpoint_metadata()))
+        return merged
+
+    def shards(self) -> list[Shard]:
+        """This rank's parameters with their place in the global tensors; data is a view of the parameter."""
+        state = self.sharded_state_dict()
+        apply_factories(state)
+        return [
+            Shard(
+                mcore_name=t.key,
+                data=t.data,
+                global_shape=tuple(t.global_shape),
+                global_offset=tuple(t.global_offset),
+                is_owner=is_main_replica(t.replica_id),
+            )
+            for t in nested_values(state)
+            if isinstance(t, ShardedTensor) and t.data is not None
+        ]
+
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Named parameters of this rank's chunks."""
+        for chunk in unwrap_model(self.chunks):
+            yield from chunk.named_parameters()
+
+
+def checkpoint_metadata() -> dict[str, Any]:
+    """One metadata for files and live ranks: layers by their own names, experts stacked, optimizer reshardable."""
+    return {
+        "non_homogeneous_layers": True,
+        "singleton_local_shards": False,
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
+    """Smallest multiple of the tensor-parallel size that holds the vocabulary."""
+    return -(-vocab_size // tp_size) * tp_size
+
+
+def make_config(recipe: Recipe, parallel: Parallel) -> tuple[TransformerConfig, qwen3_moe.ModelArguments]:
+    """TransformerConfig from config.json, the recipe's layout and its pass-through keys."""
+    fields, arguments = qwen3_moe.transformer_config(read_config(Path(recipe.model.hf_dir)))
+    p = recipe.parallel
+    dtype = getattr(torch, recipe.model.dtype)
+    interleaved = p.virtual_pipeline_model_parallel_size is not None
+    fields |= {
+        "activation_func": F.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "gradient_accumulation_fusion": False,  # the native output layer would need apex
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": parallel.pp_size > 1,  # packed microbatches differ in length
+        "tensor_model_parallel_size": p.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": p.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": p.virtual_pipeline_model_parallel_size,
+        "context_parallel_size": p.context_parallel_size,
+        "expert_model_parallel_size": p.expert_model_parallel_size,
+        "expert_tensor_parallel_size": p.expert_tensor_parallel_size,
+        "sequence_parallel": p.sequence_parallel,
+        # interleaving without overlap is silently wrong in megatron-core 0.19.2; its guard is in megatron.training
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
+    device_fields = _CPU_CONFIG if recipe.device == "cpu" else _CUDA_CONFIG
+    return TransformerConfig(**{**device_fields, **fields, **recipe.model.mcore}), arguments
+
+
+def build_policy(recipe: Recipe, parallel: Parallel) -> Policy:
+    """Build this rank's chunks; the weights are whatever the constructors leave. Collective (DDP buffers)."""
+    config, arguments = make_config(recipe, parallel)
+    padded = padded_vocab_size(arguments.vocab_size, parallel.tp_size)
+    hf_config = read_config(Path(recipe.model.hf_dir))
+    stages = config.virtual_pipeline_model_parallel_size or 1
+    modules = [_chunk(recipe, config, arguments, padded, s if stages > 1 else None) for s in range(stages)]
+    if parallel.device.type == "cuda":
+        modules = [m.cuda(parallel.device) for m in modules]
+    if config.bf16:
+        modules = [Float16Module(config, m) for m in modules]
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=recipe.parallel.use_distributed_optimizer,
+        overlap_grad_reduce=False,
+        check_for_nan_in_grad=False,  # optimize.py checks the reduced norm on all ranks at once
+    )
+    chunks = [
+        DistributedDataParallel(config=config, ddp_config=ddp_config, module=m, disable_bucketing=i > 0)
+        for i, m in enumerate(modules)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    no_sync = [c.no_sync for c in chunks]
+    config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return Policy(
+        chunks=chunks,
+        config=config,
+        parallel=parallel,
+        ops=qwen3_moe.op_list(hf_config, padded_vocab_size=padded),
+        vocab_size=arguments.vocab_size,
+    )
+
+
+def _chunk(
+    recipe: Recipe, config: TransformerConfig, arguments: qwen3_moe.ModelArguments, padded: int, vp_stage: int | None
+) -> GPTModel:
+    use_te = recipe.device == "cuda"
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=use_te, normalization=config.normalization, vp_stage=vp_stage
+    )
+    if not use_te:
+        spec = _cpu_spec(spec)
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=padded,
+        max_sequence_length=1,  # only learned position embeddings read it
+        pre_process=is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        parallel_output=True,
+        share_embeddings_and_output_weights=arguments.share_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        rotary_base=int(arguments.rotary_base),
+        vp_stage=vp_stage,
+    )
+
+
+def _cpu_spec(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """The local spec with packed attention, torch's RMSNorm and Transformer Engine's checkpoint names."""
+    spec.layer_norm = TorchRMSNorm
+    for layer in spec.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchRMSNorm
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
+        attention.core_attention = PackedCoreAttention
+        # In a MoE layer TE fuses the input norm into linear_qkv, and leaves pre_mlp_layernorm a module of its own.
+        layer.submodules.sharded_state_dict_keys_map = {
+            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        }
+    return spec
+
+
+def build_optimizer(policy: Policy, recipe: Recipe, cfg: OptimizerConfig) -> Any:
+    """megatron-core's AdamW over the policy's chunks, lr set per step by optimize.py."""
+    config = McoreOptimizerConfig(
+        optimizer="adam",
+        lr=cfg.lr,
+        weight_decay=cfg.weight_decay,
+        adam_beta1=cfg.adam_beta1,
+        adam_beta2=cfg.adam_beta2,
+        adam_eps=cfg.adam_eps,
+        clip_grad=cfg.clip_grad,
+        bf16=policy.config.bf16,
+        params_dtype=policy.config.params_dtype,
+        use_distributed_optimizer=recipe.parallel.use_distributed_optimizer,
+    )
+    return get_megatron_optimizer(config, policy.chunks)
+
+
+def sync_master_weights(optimizer: Any) -> None:
+    """Copy freshly loaded weights into the optimizer's float32 master copies."""
+    optimizer.reload_model_params()
+
+
+def tensor_parallel_logits(output_layer: Any, hidden_states: Tensor, output_weight: Tensor | None) -> Tensor:
+    """[s, 1, H] (sequence-parallel slice) -> [T, V] vocabulary-parallel logits of this rank."""
+    logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
+    return logits.squeeze(1)

@@ -1,0 +1,87 @@
+"""Process groups: torch.distributed and megatron-core's parallel state, from the recipe."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from gspo_megatron.batch import BatchLayout
+from gspo_megatron.config import Recipe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parallel:
+    """This process's place on Megatron's axes, and the groups that the maths layer takes as arguments."""
+
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    tp_group: Any
+    cp_rank: int
+    cp_size: int
+    cp_group: Any
+    dp_rank: int
+    dp_size: int
+    pp_size: int
+    is_last_stage: bool
+    """This rank computes the loss (with interleaving: its last chunk does)."""
+    device: torch.device
+
+    @property
+    def batch_layout(self) -> BatchLayout:
+        """How batch.py divides data; sequence parallel cuts the packed tokens of a rank into tp_size slices."""
+        return BatchLayout(
+            dp_rank=self.dp_rank,
+            dp_size=self.dp_size,
+            cp_rank=self.cp_rank,
+            cp_size=self.cp_size,
+            alignment=self.tp_size,
+        )
+
+
+def initialize(recipe: Recipe) -> Parallel:
+    """Join the process group (torchrun's environment) and build Megatron's groups. Collective over all ranks."""
+    device = torch.device("cpu")
+    if recipe.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if recipe.device == "cuda" else "gloo",
+            timeout=datetime.timedelta(seconds=recipe.cluster.collective_timeout_s),
+        )
+    p = recipe.parallel
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=p.tensor_model_parallel_size,
+        pipeline_model_parallel_size=p.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=p.virtual_pipeline_model_parallel_size,
+        context_parallel_size=p.context_parallel_size,
+        expert_model_parallel_size=p.expert_model_parallel_size,
+        expert_tensor_parallel_size=p.expert_tensor_parallel_size,
+        distributed_timeout_minutes=max(1, round(recipe.cluster.collective_timeout_s / 60)),
+    )
+    torch.manual_seed(recipe.seed)
+    model_parallel_cuda_manual_seed(recipe.seed)
+    return Parallel(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
+        cp_group=parallel_state.get_context_parallel_group(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        device=device,
+    )

@@ -1,0 +1,240 @@
+"""One optimizer step through megatron-core's schedule; and forward-only log-probs with the same packing.
+
+Normalisation (DESIGN 3): with `calculate_per_token_loss` megatron-core sums the returned token counts over data and
+context parallel and divides the gradients by that total T. Each microbatch returns loss_sum * T / N, so the terms end
+up over the global N while auxiliary losses keep their meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from gspo_megatron.logprobs import vocab_parallel_logprobs
+from gspo_megatron.loss import LossOutput
+from gspo_megatron.mcore.model import Policy, tensor_parallel_logits
+from gspo_megatron.mismatch import mismatch_per_response
+from gspo_megatron.types import Microbatch, TrainBatch
+
+LossFn = Callable[[Tensor, Microbatch], LossOutput]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What one optimizer step reports; equal on all ranks."""
+
+    loss: float
+    """Sum of terms / denominator, over all ranks."""
+    grad_norm: float
+    """Global, before clipping."""
+    lr: float
+    per_response: dict[str, Tensor]
+    """[B] float32 of all data-parallel ranks and microbatches."""
+
+
+def optimizer_step(
+    policy: Policy, optimizer: Any, batch: TrainBatch, loss_fn: LossFn, *, denominator: int, lr: float, temperature: float
+) -> StepResult:
+    """Forward, backward, reduce, clip, update. Collective over all ranks.
+
+    Args:
+        policy: the model.
+        optimizer: megatron-core's.
+        batch: this rank's microbatches and the global counts.
+        loss_fn: (logprobs_T, microbatch) -> LossOutput with the sum of terms.
+        denominator: N of the whole optimizer step: responses for RL, response tokens for supervised training.
+        lr: learning rate of this step.
+        temperature: divides the logits.
+
+    Raises:
+        RuntimeError: loss or gradient norm is not finite; raised on every rank.
+    """
+    for chunk in policy.chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    scale = batch.num_tokens / denominator
+
+    def loss_func(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        logprobs_T, entropy_T = output.unbind(-1)
+        result = loss_fn(logprobs_T, microbatch)
+        tokens = torch.tensor(microbatch.num_unpadded_tokens, dtype=torch.int, device=output.device)
+        report = {"loss_sum": result.loss_sum.detach(), **result.per_response}
+        report["entropy_sum"] = _per_response_sum(entropy_T.detach(), microbatch)
+        if microbatch.old_logprobs_T is not None:
+            report |= mismatch_per_response(
+                microbatch.old_logprobs_T,
+                microbatch.rollout_logprobs_T,
+                response_mask_T=microbatch.response_mask_T,
+                response_index_T=microbatch.response_index_T,
+                response_length_B=microbatch.response_length_B,
+            )
+        return result.loss_sum * scale, tokens, report
+
+    reports = _run_schedule(policy, batch.microbatches, loss_func, temperature=temperature, forward_only=False)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    updated, grad_norm, _ = optimizer.step()
+    loss, per_response = _gather(policy, reports)
+    loss /= denominator
+    if not (updated and all(torch.isfinite(torch.tensor([loss, float(grad_norm)])))):
+        raise RuntimeError(f"optimizer step stopped: loss={loss}, grad_norm={float(grad_norm)}, applied={updated}")
+    return StepResult(loss=loss, grad_norm=float(grad_norm), lr=lr, per_response=per_response)
+
+
+@torch.no_grad()
+def compute_logprobs(policy: Policy, batch: TrainBatch, *, temperature: float) -> list[Tensor]:
+    """Log-probs of each microbatch, [T] float32, with the very packing that training will use.
+
+    Collective over all ranks. With more than one pipeline stage the last stage broadcasts.
+    """
+
+    def collect(microbatch: Microbatch, output: Tensor) -> Tensor:
+        return output[..., 0].detach()
+
+    results = _run_schedule(policy, batch.microbatches, collect, temperature=temperature, forward_only=True)
+    if policy.parallel.pp_size == 1:
+        return results
+    from megatron.core.parallel_state import get_pipeline_model_parallel_group, get_pipeline_model_parallel_last_rank
+
+    everywhere = []
+    for i, microbatch in enumerate(batch.microbatches):
+        like = torch.empty(len(microbatch.tokens_T), device=policy.parallel.device)
+        logprobs_T = results[i].contiguous() if results else like
+        dist.broadcast(
+            logprobs_T, src=get_pipeline_model_parallel_last_rank(), group=get_pipeline_model_parallel_group()
+        )
+        everywhere.append(logprobs_T)
+    return everywhere
+
+
+def add_old_logprobs(policy: Policy, batches: list[TrainBatch], *, temperature: float, source: str) -> list[TrainBatch]:
+    """Fill old_logprobs_T of every microbatch before the first update.
+
+    Args:
+        policy: the model whose current weights define pi_old.
+        batches: one per optimizer step.
+        temperature: divides the logits.
+        source: `recompute` (by this trainer) or `rollout` (SGLang's own).
+    """
+    filled = []
+    for batch in batches:
+        if source == "rollout":
+            logprobs = [m.rollout_logprobs_T for m in batch.microbatches]
+        else:
+            logprobs = compute_logprobs(policy, batch, temperature=temperature)
+        microbatches = [
+            replace(m, old_logprobs_T=old) for m, old in zip(batch.microbatches, logprobs, strict=True)
+        ]
+        filled.append(replace(batch, microbatches=microbatches))
+    return filled
+
+
+def _per_response_sum(values_T: Tensor, microbatch: Microbatch) -> Tensor:
+    """Sum over the response tokens of each response, [B]."""
+    kept_T = torch.where(microbatch.response_mask_T, values_T, 0.0)
+    zeros_B = values_T.new_zeros(microbatch.response_length_B.shape)
+    return zeros_B.index_add(0, microbatch.response_index_T, kept_T)
+
+
+def _run_schedule(
+    policy: Policy, microbatches: list[Microbatch], loss_func: Callable[..., Any], *, temperature: float, forward_only: bool
+) -> list[Any]:
+    """megatron-core's forward-backward over the microbatches; returns what loss_func reports on the last stage."""
+
+    def processor(*, hidden_states: Tensor, output_layer: Any, output_weight: Any, labels: Tensor, **_: Any) -> Tensor:
+        logits_TV = tensor_parallel_logits(output_layer, hidden_states, output_weight)
+        pair = vocab_parallel_logprobs(
+            logits_TV,
+            labels[0],
+            temperature=temperature,
+            vocab_size=policy.vocab_size,
+            tp_group=policy.parallel.tp_group,
+        )
+        return torch.stack(pair, dim=-1)
+
+    def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        m: Microbatch = next(iterator)
+        output = model(
+            m.tokens_T[None],
+            m.position_ids_T[None],
+            None,
+            labels=m.labels_T[None],
+            packed_seq_params=_packed(m),
+            output_processor=processor,
+        )
+        if forward_only:
+            return output, lambda out, non_loss_data: loss_func(m, out)
+        return output, lambda out: loss_func(m, out)
+
+    chunks = policy.chunks
+    microbatches = [_on_device(m, policy.parallel.device) for m in microbatches]
+    iterators = [iter(microbatches) for _ in chunks]
+    return get_forward_backward_func()(  # type: ignore[no-any-return]
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(microbatches),
+        seq_length=max(len(m.tokens_T) for m in microbatches) * policy.parallel.cp_size,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def _on_device(m: Microbatch, device: torch.device) -> Microbatch:
+    """The microbatch with its tensors on device."""
+    moved = {f.name: getattr(m, f.name) for f in fields(m)}
+    return replace(m, **{name: v.to(device) for name, v in moved.items() if isinstance(v, Tensor)})
+
+
+def _packed(m: Microbatch) -> PackedSeqParams:
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=m.cu_seqlens,
+        cu_seqlens_kv=m.cu_seqlens,
+        cu_seqlens_q_padded=m.cu_seqlens_padded,
+        cu_seqlens_kv_padded=m.cu_seqlens_padded,
+        max_seqlen_q=m.max_seqlen,
+        max_seqlen_kv=m.max_seqlen,
+    )
+
+
+# Per-response values that each context-parallel rank holds for its own tokens only, and how they combine.
+_PARTIAL = {
+    "entropy_sum": torch.sum,
+    "mismatch_sum": torch.sum,
+    "mismatch_abs_sum": torch.sum,
+    "mismatch_k3_sum": torch.sum,
+    "mismatch_abs_max": torch.amax,
+}
+
+
+def _gather(policy: Policy, reports: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
+    """(sum of terms over all ranks, per-response tensors of all responses). Collective over the default group."""
+    p = policy.parallel
+    mine = None
+    if p.is_last_stage and p.tp_rank == 0:
+        loss_sum = float(torch.stack([r.pop("loss_sum") for r in reports]).sum())
+        values = {name: torch.cat([r[name] for r in reports]).cpu() for name in reports[0]}
+        mine = (p.dp_rank, loss_sum, values)
+    everyone: list[Any] = [None] * p.world_size
+    dist.all_gather_object(everyone, mine)
+    present = [item for item in everyone if item is not None]
+    by_dp_rank = [[v for rank, _, v in present if rank == dp_rank] for dp_rank in range(p.dp_size)]
+    per_response = {
+        name: torch.cat(
+            [_PARTIAL[name](torch.stack([v[name] for v in cp]), dim=0) if name in _PARTIAL else cp[0][name]
+             for cp in by_dp_rank]
+        )
+        for name in by_dp_rank[0][0]
+    }
+    has_tokens = per_response["length"] > 0  # the dummy sequence of a rank without a response has none
+    per_response = {name: values[has_tokens] for name, values in per_response.items()}
+    return sum(loss_sum for _, loss_sum, _ in present), per_response
