@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
@@ -325,7 +326,7 @@ def _override(tree: dict[str, Any], item: str) -> list[str]:
     try:
         node[leaf] = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        return [f"--set {item}: value is not YAML ({error})"]
+        return [f"--set {item}: value is not YAML ({' '.join(str(error).split())})"]
     return []
 
 
@@ -404,7 +405,8 @@ DERIVED_SGLANG_KEYS = frozenset(
 )
 
 
-def upstream_fields(dist_name: str, pattern: str) -> set[str]:
+@functools.cache
+def upstream_fields(dist_name: str, pattern: str) -> frozenset[str]:
     """Annotated class fields in upstream's installed source files, read without importing them.
 
     Args:
@@ -424,15 +426,17 @@ def upstream_fields(dist_name: str, pattern: str) -> set[str]:
         for node in ast.parse(file.read_text()).body
         if isinstance(node, ast.ClassDef)
     ]
-    names = {
+    names = frozenset(
         n.target.id for body in bodies for n in body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-    }
+    )
     if not names:
         raise ConfigError(f"{dist_name}: no fields in {pattern}; this version is not the pinned one")
     return names
 
 
-def _check_passed_through(section: str, given: dict[str, Any], derived: frozenset[str], known: set[str]) -> list[str]:
+def _check_passed_through(
+    section: str, given: dict[str, Any], derived: frozenset[str], known: frozenset[str]
+) -> list[str]:
     problems = []
     for key in given:
         if key in derived:
@@ -505,7 +509,9 @@ def _check_sizes(recipe: Recipe) -> list[str]:
     if r.group_size < 2:
         problems.append(f"rollout.group_size={r.group_size}: wants at least 2; one response has no group to beat")
     if b.num_minibatches >= 1 and r.num_prompts % b.num_minibatches:
-        problems.append(f"batch.num_minibatches={b.num_minibatches}: does not divide rollout.num_prompts={r.num_prompts}")
+        problems.append(
+            f"batch.num_minibatches={b.num_minibatches}: does not divide rollout.num_prompts={r.num_prompts}"
+        )
     if recipe.cold_start is None and recipe.model.init == "random":
         problems.append("cold_start: null with model.init random would train noise; give cold_start or weights")
     return problems
@@ -519,7 +525,10 @@ def _check_objective(recipe: Recipe) -> list[str]:
             f"rollout.top_p={r.top_p}, top_k={r.top_k}: must be 1.0 and -1; "
             "a truncated support shifts the rollout's log-probs against the trainer's"
         )
-    for where, value in (("rollout.temperature", r.temperature), ("evaluate.temperature", recipe.evaluate.temperature)):
+    for where, value in (
+        ("rollout.temperature", r.temperature),
+        ("evaluate.temperature", recipe.evaluate.temperature),
+    ):
         if not 0.0 < value <= 10.0:
             problems.append(f"{where}={value}: wants a value in (0, 10]")
     for where, value in (("loss.clip_low", loss.clip_low), ("loss.clip_high", loss.clip_high)):

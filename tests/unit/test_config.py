@@ -1,0 +1,230 @@
+"""The loader of recipes: what it refuses, in which words, and that it changes nothing."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gspo_megatron.config import ConfigError, Recipe, dump_recipe, load_recipe
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "gspo-tiny-moe-cpu.yaml"
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    """Paths in recipes are relative to the repository."""
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def recipe_with(tmp_path):
+    """Writes the CPU recipe with an edit of its tree and loads it."""
+
+    def load(edit, *overrides):
+        tree = yaml.safe_load(RECIPE.read_text())
+        edit(tree)
+        path = tmp_path / "edited.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        return load_recipe(path, overrides)
+
+    return load
+
+
+def problems_of(*overrides):
+    """The lines of the error that the CPU recipe gives with these overrides."""
+    with pytest.raises(ConfigError) as error:
+        load_recipe(RECIPE, overrides)
+    title, *lines = str(error.value).splitlines()
+    assert title == f"{RECIPE}: {len(lines)} problem(s)"
+    return [line.strip() for line in lines]
+
+
+def test_recipe_holds_what_the_file_says():
+    recipe = load_recipe(RECIPE)
+    tree = yaml.safe_load(RECIPE.read_text())
+    assert recipe.loss.clip_low == tree["loss"]["clip_low"]
+    assert recipe.parallel.expert_model_parallel_size == 2
+    assert recipe.rollout.sglang == tree["rollout"]["sglang"]
+    assert recipe.data_parallel_size == 2
+    assert recipe.run_dir == Path("runs/gspo-tiny-moe-cpu")
+
+
+def test_dumped_recipe_loads_back_equal(tmp_path):
+    recipe = load_recipe(RECIPE, ["optimizer.lr=1.0e-7", "optimizer.adam_eps=1.0e-20", "rollout.groups_dir=saved"])
+    path = tmp_path / "resolved.yaml"
+    path.write_text(dump_recipe(recipe))
+    assert load_recipe(path) == recipe
+    assert dump_recipe(load_recipe(path)) == path.read_text()
+    assert "lr: 1.0e-07\n" in path.read_text()
+
+
+def test_dumped_recipe_states_every_default():
+    assert yaml.safe_load(dump_recipe(load_recipe(RECIPE))).keys() == set(Recipe.__dataclass_fields__)
+
+
+def test_unknown_key_offers_the_nearest(recipe_with):
+    with pytest.raises(ConfigError, match=r"optimizer\.learning_rte: unknown key; nearest is optimizer\.\w+"):
+        recipe_with(lambda tree: tree["optimizer"].update(learning_rte=1.0))
+    with pytest.raises(ConfigError, match=r"rollout\.groupsize: unknown key; nearest is rollout\.group_size"):
+        recipe_with(lambda tree: tree["rollout"].update(groupsize=8))
+    with pytest.raises(ConfigError, match="rolout: unknown key; nearest is rollout"):
+        recipe_with(lambda tree: tree.update(rolout={}))
+
+
+def test_number_that_yaml_reads_as_text_is_refused_with_its_right_spelling():
+    assert problems_of("optimizer.lr=3e-4") == [
+        "optimizer.lr='3e-4': is text, wants a number; YAML needs a point before the exponent: 3.0e-04"
+    ]
+    assert load_recipe(RECIPE, ["optimizer.lr=3.0e-04"]).optimizer.lr == 3e-4
+
+
+def test_missing_key_is_refused_and_never_filled_in(recipe_with):
+    with pytest.raises(ConfigError, match=r"loss\.clip_low: missing; it has no default"):
+        recipe_with(lambda tree: tree["loss"].pop("clip_low"))
+    with pytest.raises(ConfigError, match=r"advantage: missing; it has no default"):
+        recipe_with(lambda tree: tree.pop("advantage"))
+
+
+def test_all_problems_come_at_once():
+    assert problems_of("optimizer.lr=fast", "loss.name=ppo", "seeed=3", "rollout.group_size=8.0") == [
+        "seeed: unknown key; nearest is seed",
+        "rollout.group_size=8.0: wants int, got float",
+        "loss.name='ppo': wants one of gspo, grpo",
+        "optimizer.lr='fast': wants float, got str",
+    ]
+
+
+def test_several_cross_field_problems_come_at_once():
+    got = problems_of("rollout.top_p=0.9", "batch.num_minibatches=5", "cluster.trainer_ranks=3")
+    assert [problem.split(":")[0] for problem in got] == [
+        "cluster.trainer_ranks=3",
+        "batch.num_minibatches=5",
+        "rollout.top_p=0.9, top_k=-1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("seed=1.5", "seed=1.5: wants int, got float"),
+        ("seed=true", "seed=True: wants int, got bool"),
+        ("optimizer.lr=true", "optimizer.lr=True: wants float, got bool"),
+        ("advantage.std=1", "advantage.std=1: wants bool, got int"),
+        ("name=3", "name=3: wants str, got int"),
+        ("model.mcore=[]", "model.mcore=[]: wants a mapping"),
+        ("advantage=3", "advantage: wants a section with keys, got 3"),
+        ("seed=null", "seed=None: wants int, got NoneType"),
+        ("model.dtype=float16", "model.dtype='float16': wants one of float32, bfloat16"),
+    ],
+)
+def test_wrong_type_is_refused(override, problem):
+    assert problems_of(override) == [problem]
+
+
+def test_whole_number_serves_where_a_fraction_is_wanted():
+    clip_grad = load_recipe(RECIPE, ["optimizer.clip_grad=2"]).optimizer.clip_grad
+    assert (clip_grad, type(clip_grad)) == (2.0, float)
+
+
+def test_key_passed_to_upstream_must_exist_there():
+    assert problems_of("model.mcore.moe_router_dtyp=fp32", "rollout.sglang.mem_fraction_statik=0.5") == [
+        "model.mcore.moe_router_dtyp: upstream has no such key; nearest is moe_router_dtype",
+        "rollout.sglang.mem_fraction_statik: upstream has no such key; nearest is mem_fraction_static",
+    ]
+
+
+def test_key_that_is_derived_cannot_be_passed_to_upstream():
+    assert problems_of("model.mcore.num_layers=4", "rollout.sglang.port=3000") == [
+        "model.mcore.num_layers: is derived from the recipe; remove it",
+        "rollout.sglang.port: is derived from the recipe; remove it",
+    ]
+
+
+def test_override_replaces_one_value_and_leaves_the_rest():
+    plain, seeded = load_recipe(RECIPE), load_recipe(RECIPE, ["seed=7", "loss.clip_low=1.0e-2"])
+    assert (seeded.seed, seeded.loss.clip_low) == (7, 0.01)
+    assert seeded.loss.clip_high == plain.loss.clip_high
+    assert load_recipe(RECIPE, ["seed=1", f"loss.clip_low={plain.loss.clip_low}"]) == plain
+
+
+def test_later_override_wins():
+    assert load_recipe(RECIPE, ["seed=7", "seed=8"]).seed == 8
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("seed", "--set seed: wants section.key=value"),
+        ("seed.deep=1", "--set seed.deep=1: seed is not a section"),
+        ("optimizer.lr=[1", "--set optimizer.lr=[1: value is not YAML"),
+        ("optimizr.lr=0.0", "optimizr: unknown key; nearest is optimizer"),
+    ],
+)
+def test_broken_override_is_refused(override, problem):
+    (got,) = problems_of(override)
+    assert got.startswith(problem)
+
+
+def test_optional_section_can_be_null_where_that_makes_sense():
+    assert problems_of("cold_start=null") == [
+        "cold_start: null with model.init random would train noise; give cold_start or weights"
+    ]
+
+
+def test_missing_model_directory_is_refused():
+    assert problems_of("model.hf_dir=recipes/absent") == ["model.hf_dir=recipes/absent: no such directory"]
+
+
+def test_model_directory_without_weights_is_refused_when_weights_are_wanted(tmp_path):
+    (tmp_path / "config.json").touch()
+    assert problems_of(f"model.hf_dir={tmp_path}", "model.init=weights") == [
+        f"model.hf_dir={tmp_path}: has no tokenizer.json",
+        f"model.hf_dir={tmp_path}: has no *.safetensors; or set model.init to random",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["parallel.expert_model_parallel_size=0"], "parallel.expert_model_parallel_size=0: wants at least 1"),
+        (["cluster.rollout_servers=0"], "cluster.trainer_ranks and cluster.rollout_servers: want at least 1"),
+        (
+            ["parallel.expert_model_parallel_size=4"],
+            "cluster.trainer_ranks=2: is not a multiple of expert x expert-tensor x pipeline parallel = 4",
+        ),
+        (["parallel.tensor_model_parallel_size=2"], "parallel.sequence_parallel: must be true with tensor parallel"),
+        (["cluster.max_policy_lag=1"], "cluster.max_policy_lag=1: only 0 (synchronous) is built"),
+        (["rollout.group_size=1"], "rollout.group_size=1: wants at least 2"),
+        (["batch.num_minibatches=5"], "batch.num_minibatches=5: does not divide rollout.num_prompts=32"),
+        (["rollout.temperature=0"], "rollout.temperature=0.0: wants a value in (0, 10]"),
+        (["loss.clip_high=1"], "loss.clip_high=1.0: wants a value in (0, 1)"),
+        (["optimizer.lr=-1.0"], "optimizer.lr=-1.0: wants at least 0"),
+        (["advantage.ddof=2"], "advantage.ddof=2: wants 0 or 1"),
+        (["train.num_rollout_steps=0"], "train.num_rollout_steps=0: wants at least 1"),
+    ],
+)
+def test_values_that_cannot_run_together_are_refused(overrides, problem):
+    (got,) = problems_of(*overrides)
+    assert got.startswith(problem)
+
+
+def test_wide_sequence_clip_is_refused_for_long_responses_unless_allowed():
+    long = "rollout.max_response_tokens=4096"
+    (got,) = problems_of(long, "loss.clip_high=0.2")
+    assert got.startswith("loss.clip_low=0.012, clip_high=0.2: above 0.01 a sequence-level ratio of 4096-token")
+    load_recipe(RECIPE, [long, "loss.clip_high=0.2", "loss.allow_wide_clip=true"])
+    load_recipe(RECIPE, [long, "loss.clip_high=0.2", "loss.name=grpo"])
+    load_recipe(RECIPE, [long, "loss.clip_low=3.0e-4", "loss.clip_high=4.0e-4"])
+
+
+def test_file_that_is_absent_or_no_mapping_or_no_yaml_is_refused(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    with pytest.raises(ConfigError, match="No such file"):
+        load_recipe(path)
+    path.write_text("- a\n")
+    with pytest.raises(ConfigError, match="wants a mapping of recipe sections, got list"):
+        load_recipe(path)
+    path.write_text("a: [1\n")
+    with pytest.raises(ConfigError, match="not YAML"):
+        load_recipe(path)
