@@ -1,0 +1,1 @@
+"""Rewards: (Prompt, response text) -> float, one module per kind of task."""
