@@ -1,0 +1,27 @@
+"""Every tolerance of the tests, with its reason. Loosening one needs the cause."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Tolerance(NamedTuple):
+    """Limits as torch.testing.assert_close takes them."""
+
+    rtol: float
+    atol: float
+    reason: str
+
+
+BITWISE = Tolerance(0.0, 0.0, "the same operations in the same order")
+FLOAT64 = Tolerance(1e-12, 1e-14, "the same formula in float64: rounding of a few operations")
+FLOAT32_LOG_RATIO = Tolerance(1e-5, 5e-7, "log-probs of 1 to 3 nats in float32 (1.2e-7 each), log-ratios of 1e-3")
+FLOAT32_LOSS = Tolerance(1e-5, 1e-6, "ratio near 1 in float32 (1.2e-7), times advantage, a few of them summed")
+FLOAT32_GRADIENT = Tolerance(2e-5, 2e-7, "float32 sums of a batch in another order; gradients of 1e-2, measured 7e-8")
+FLOAT32_WEIGHTS = Tolerance(0.0, 3e-5, "Adam's first steps divide by |g|: noise of 1e-8 in a tiny one moves lr/10")
+
+
+def assert_close(actual: Any, expected: Any, tolerance: Tolerance) -> None:
+    """torch.testing.assert_close with values compared as float64."""
+    actual, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (actual, expected))
+    torch.testing.assert_close(actual, expected, rtol=tolerance.rtol, atol=tolerance.atol)

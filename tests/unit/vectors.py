@@ -1,0 +1,49 @@
+"""Reference numbers of gspo_vectors.json: computed in float64 from the published equations alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_megatron.config import LossConfig
+from gspo_megatron.types import Microbatch
+
+CASES: dict[str, Any] = json.loads(Path(__file__).with_name("gspo_vectors.json").read_text())["cases"]
+
+
+def load_case(name: str) -> dict[str, Any]:
+    """The case with its inputs; several share those of base_gspo."""
+    case = CASES[name]
+    return {**case, "inputs": CASES["base_gspo"]["inputs"]} if case.get("inputs") == "base" else case
+
+
+def loss_config(case: dict[str, Any], name: str = "gspo") -> LossConfig:
+    """The case's band."""
+    return LossConfig(name=name, clip_low=case["eps_low"], clip_high=case["eps_high"], old_logprobs="recompute")
+
+
+def tensors(inputs: dict[str, Any], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Microbatch]:
+    """logprobs_T (a leaf) and the microbatch of a case's [B, width] rows, laid end to end, pads included."""
+    mask = torch.tensor(inputs["mask"], dtype=torch.bool)
+    num_rows, width = mask.shape
+    old = torch.tensor(inputs["logp_old"], dtype=dtype).flatten()
+    starts = torch.arange(0, num_rows * width + 1, width, dtype=torch.int32)
+    no_tokens = torch.zeros(num_rows * width, dtype=torch.int64)
+    microbatch = Microbatch(
+        tokens_T=no_tokens,
+        labels_T=no_tokens,
+        position_ids_T=torch.arange(width).repeat(num_rows),
+        response_mask_T=mask.flatten(),
+        response_index_T=torch.arange(num_rows).repeat_interleave(width),
+        response_length_B=mask.sum(1),
+        advantages_B=torch.tensor(inputs["advantages"], dtype=dtype),
+        rollout_logprobs_T=torch.zeros_like(old),
+        old_logprobs_T=old,
+        cu_seqlens=starts,
+        cu_seqlens_padded=starts,
+        max_seqlen=width,
+        num_unpadded_tokens=int(mask.sum()),
+    )
+    return torch.tensor(inputs["logp"], dtype=dtype).flatten().requires_grad_(), microbatch
