@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
@@ -29,9 +30,9 @@ from torch import Tensor
 
 from gspo_megatron.config import OptimizerConfig, Recipe
 from gspo_megatron.convert.families import qwen3_moe
-from gspo_megatron.convert.hf_io import read_config
-from gspo_megatron.convert.ops import Op
-from gspo_megatron.convert.shards import Shard
+from gspo_megatron.convert.hf_io import TensorReader, random_tensors, read_config, write_hf_dir
+from gspo_megatron.convert.ops import Op, check_names_and_shapes
+from gspo_megatron.convert.shards import Gatherer, Shard, load_shards
 from gspo_megatron.mcore.attention import PackedCoreAttention, TorchRMSNorm
 from gspo_megatron.mcore.parallel import Parallel
 
@@ -64,10 +65,15 @@ class Policy:
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """megatron-core's own description of this rank's parameters, layout-free names."""
-        merged: dict[str, Any] = {}
-        for chunk in unwrap_model(self.chunks):
-            merged.update(chunk.sharded_state_dict(metadata=checkpoint_metadata()))
-        return merged
+        return {
+            f"chunk{i}": chunk.sharded_state_dict(metadata=checkpoint_metadata())
+            for i, chunk in enumerate(unwrap_model(self.chunks))
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy what dist_checkpointing loaded for sharded_state_dict into the parameters."""
+        for i, chunk in enumerate(unwrap_model(self.chunks)):
+            chunk.load_state_dict(state[f"chunk{i}"])
 
     def shards(self) -> list[Shard]:
         """This rank's parameters with their place in the global tensors; data is a view of the parameter."""
@@ -229,9 +235,45 @@ def build_optimizer(policy: Policy, recipe: Recipe, cfg: OptimizerConfig) -> Any
     return get_megatron_optimizer(config, policy.chunks)
 
 
-def sync_master_weights(optimizer: Any) -> None:
-    """Copy freshly loaded weights into the optimizer's float32 master copies."""
+def load_hf_weights(policy: Policy, optimizer: Any, read: TensorReader | dict[str, Tensor], where: str) -> None:
+    """Fill this rank's parameters from Hugging Face tensors, and the optimizer's master copies from them.
+
+    Args:
+        policy: the model.
+        optimizer: megatron-core's.
+        read: tensors by Hugging Face name.
+        where: for messages.
+
+    Raises:
+        ConversionError: names or shapes do not fit config.json; checked before a byte moves.
+    """
+    if isinstance(read, dict):
+        shapes, get = {n: tuple(t.shape) for n, t in read.items()}, read.__getitem__
+    else:
+        shapes, get = read.shapes(), read.__call__
+    check_names_and_shapes(policy.ops, shapes, where)
+    load_shards(policy.shards(), policy.ops, get)
     optimizer.reload_model_params()
+
+
+def load_initial_weights(policy: Policy, optimizer: Any, recipe: Recipe) -> None:
+    """Weights as model.init says: from model.hf_dir, or drawn from the seed; the same for every layout."""
+    if recipe.model.init == "random":
+        std = float(read_config(Path(recipe.model.hf_dir))["initializer_range"])
+        load_hf_weights(policy, optimizer, dict(random_tensors(policy.ops, std=std, seed=recipe.seed)), "random")
+    else:
+        load_hf_weights(policy, optimizer, TensorReader(Path(recipe.model.hf_dir)), recipe.model.hf_dir)
+
+
+def export_hf(policy: Policy, out_dir: Path, companions_from: Path) -> None:
+    """Write a Hugging Face directory from the live ranks. Collective over the default group."""
+    gatherer = Gatherer(policy.shards(), policy.ops)
+    if policy.parallel.rank == 0:
+        write_hf_dir(out_dir, gatherer.hf_tensors(), companions_from)
+    else:
+        for _ in gatherer.hf_tensors():
+            raise AssertionError("only rank 0 receives tensors")
+    dist.barrier()
 
 
 def tensor_parallel_logits(output_layer: Any, hidden_states: Tensor, output_weight: Tensor | None) -> Tensor:

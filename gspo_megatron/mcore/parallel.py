@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,12 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from gspo_megatron.batch import BatchLayout
 from gspo_megatron.config import Recipe
+
+T = TypeVar("T")
+
+
+class RankZeroFailed(RuntimeError):
+    """Rank 0 raised in on_rank_0; it reports the cause, this rank only stops with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +52,28 @@ class Parallel:
             cp_size=self.cp_size,
             alignment=self.tp_size,
         )
+
+    @property
+    def shared_cp_group(self) -> Any:
+        """The context-parallel group where responses are cut over ranks, else None."""
+        return self.cp_group if self.cp_size > 1 else None
+
+    def on_rank_0(self, fn: Callable[[], T]) -> T:
+        """Run fn on rank 0 and hand its (picklable) result to all. Collective over the default group.
+
+        Raises:
+            RankZeroFailed: on the other ranks, when fn raised on rank 0; so that none waits in a collective.
+        """
+        box: list[Any] = [False, None]
+        try:
+            if self.rank == 0:
+                box = [True, fn()]
+        finally:
+            dist.broadcast_object_list(box, src=0)
+        if not box[0]:
+            raise RankZeroFailed("rank 0 failed; its message is above or in its log")
+        result: T = box[1]
+        return result
 
 
 def initialize(recipe: Recipe) -> Parallel:

@@ -1,0 +1,70 @@
+"""The Megatron checkpoint: megatron-core's torch_dist format, layout-free, under Transformer Engine's names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
+
+from gspo_megatron.mcore.model import Policy, checkpoint_metadata
+from gspo_megatron.types import TrainState
+
+
+def save_checkpoint(policy: Policy, optimizer: Any, state: TrainState, out_dir: Path) -> None:
+    """Write weights, optimizer state and counters. Collective over all ranks.
+
+    The directory appears under its name only when every rank has written.
+
+    Raises:
+        ValueError: out_dir exists.
+    """
+    tmp = out_dir.with_name(out_dir.name + ".tmp")
+
+    def prepare() -> None:
+        if out_dir.exists():
+            raise ValueError(f"{out_dir}: exists; remove it or name another directory")
+        shutil.rmtree(tmp, ignore_errors=True)
+        tmp.mkdir(parents=True)
+
+    policy.parallel.on_rank_0(prepare)
+    model_state = policy.sharded_state_dict()
+    optimizer_state = optimizer.sharded_state_dict(model_state, is_loading=False, metadata=checkpoint_metadata())
+    dist_checkpointing.save(
+        {"model": model_state, "optimizer": optimizer_state}, str(tmp), TorchDistSaveShardedStrategy()
+    )
+
+    def publish() -> None:
+        counters = {
+            "rollout_step": state.rollout_step,
+            "optimizer_step": state.optimizer_step,
+            "weight_version": state.weight_version,
+        }
+        (tmp / "train_state.json").write_text(json.dumps(counters, indent=2) + "\n")
+        tmp.rename(out_dir)
+
+    dist.barrier()
+    policy.parallel.on_rank_0(publish)
+
+
+def load_weights(policy: Policy, optimizer: Any, checkpoint_dir: Path) -> None:
+    """Load the weights of a checkpoint, written on any layout, and refresh the optimizer's master copies.
+
+    Collective over all ranks.
+
+    Raises:
+        ValueError: checkpoint_dir is not a finished checkpoint.
+    """
+    if not (checkpoint_dir / "train_state.json").is_file():
+        raise ValueError(f"{checkpoint_dir}: not a finished checkpoint; it has no train_state.json")
+    model_state = policy.sharded_state_dict()
+    loaded = dist_checkpointing.load({"model": model_state}, str(checkpoint_dir), TorchDistLoadShardedStrategy())
+    policy.load_state_dict(loaded["model"])
+    optimizer.reload_model_params()

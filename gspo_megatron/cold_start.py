@@ -1,0 +1,112 @@
+"""The supervised stage before RL (paper, section 5.1: a cold-start model), through the same Megatron path.
+
+Run by torchrun from launch.py; writes a Hugging Face directory that trainer and SGLang both load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from gspo_megatron.config import ColdStartConfig, Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from gspo_megatron.batch import TrainSequence
+    from gspo_megatron.prompts import PromptStream
+
+
+def cold_start_dir(recipe: Recipe) -> Path:
+    """Where the cold start of this recipe lies: named by a hash of all that decides its weights, so it is reused."""
+    tree = asdict(recipe)
+    parts = {k: tree[k] for k in ("seed", "model", "data", "cold_start", "parallel", "device", "optimizer")}
+    del parts["optimizer"]["lr"]
+    parts["trainer_ranks"] = recipe.cluster.trainer_ranks
+    parts["max_tokens_per_microbatch"] = recipe.batch.max_tokens_per_microbatch
+    hf_dir = Path(recipe.model.hf_dir)
+    parts["files"] = [
+        hashlib.sha256((hf_dir / name).read_bytes()).hexdigest() for name in ("config.json", "tokenizer.json")
+    ]
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+    return Path(recipe.output_dir) / f"cold-start-{digest}"
+
+
+def learning_rate(cfg: ColdStartConfig, step: int) -> float:
+    """Linear warm-up, flat, linear decay to 0 over the last decay_fraction of the steps."""
+    warmup = min(1.0, (step + 1) / max(cfg.warmup_steps, 1))
+    decay_steps = max(1.0, cfg.decay_fraction * cfg.num_steps)
+    return cfg.lr * warmup * min(1.0, (cfg.num_steps - step) / decay_steps)
+
+
+def take_demonstrations(
+    stream: PromptStream, tokenizer: PreTrainedTokenizerBase, rng: random.Random, cfg: ColdStartConfig
+) -> list[TrainSequence]:
+    """One optimizer step's demonstrations, the same on every rank."""
+    from gspo_megatron.batch import TrainSequence
+    from gspo_megatron.demonstrations import demonstration
+
+    return [
+        TrainSequence(
+            name=f"demonstration for {prompt.text}",
+            prompt_ids=prompt.token_ids,
+            response_ids=tuple(demonstration(prompt, tokenizer, rng, flawed_fraction=cfg.flawed_fraction)),
+        )
+        for prompt in stream.take(cfg.batch_size)
+    ]
+
+
+def train_cold_start(recipe: Recipe, cfg: ColdStartConfig, console: Console) -> None:
+    """Train and export. Collective over all ranks."""
+    from gspo_megatron.batch import pack_batch
+    from gspo_megatron.loss import sft_loss
+    from gspo_megatron.mcore.model import build_optimizer, build_policy, export_hf, load_initial_weights
+    from gspo_megatron.mcore.parallel import initialize
+    from gspo_megatron.optimize import optimizer_step
+    from gspo_megatron.prompts import PromptStream, load_tokenizer
+
+    parallel = initialize(recipe)
+    policy = build_policy(recipe, parallel)
+    optimizer: Any = build_optimizer(policy, recipe, replace(recipe.optimizer, lr=cfg.lr))
+    load_initial_weights(policy, optimizer, recipe)
+    tokenizer = load_tokenizer(recipe.model.hf_dir)
+    stream = PromptStream(recipe.data, tokenizer, split="cold_start", seed=recipe.seed)
+    rng = random.Random(recipe.seed)
+    for step in range(cfg.num_steps):
+        sequences = take_demonstrations(stream, tokenizer, rng, cfg)
+        batch = pack_batch(
+            sequences, recipe.batch.max_tokens_per_microbatch, parallel.batch_layout, minibatch_index=0
+        )
+        result = optimizer_step(
+            policy,
+            optimizer,
+            batch,
+            sft_loss,
+            denominator=sum(len(s.response_ids) for s in sequences),
+            lr=learning_rate(cfg, step),
+            temperature=1.0,
+        )
+        if step % 50 == 0 or step == cfg.num_steps - 1:
+            console.print(f"cold start step {step + 1}/{cfg.num_steps}  loss {result.loss:.3f} nats per token")
+    export_hf(policy, cold_start_dir(recipe), Path(recipe.model.hf_dir))
+
+
+def main() -> None:
+    """Entry point of each rank."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    recipe = load_recipe(parser.parse_args().config)
+    from gspo_megatron.train import run_rank
+
+    run_rank(recipe, lambda console: train_cold_start(recipe, recipe.cold_start, console))  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()

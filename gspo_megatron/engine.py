@@ -1,0 +1,404 @@
+"""One SGLang server: its process (Engine) and the control calls on it when it runs (ServerClient).
+
+Source: sglang 0.5.21, srt/server_args.py (arguments), srt/entrypoints/http_server.py (endpoints).
+Nothing here retries: rollout.py does, and knows from RolloutError.retryable where that makes sense.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from gspo_megatron.config import ConfigError, Recipe
+from gspo_megatron.sglang_cpu import DEVICE_VARIABLE
+
+LOG_LINES, LOG_COLUMNS = 20, 300
+"""How much of the server's log an error quotes."""
+PROBE_TEMPERATURE = 100.0
+"""Flattens any model's distribution, so that equal tokens of two probes mean equal seeds and nothing else."""
+WATCHDOG = 'read -r _; kill -9 "-$0"'
+"""Reads until its writer (the process that started the server) is gone, then ends the server's process group."""
+
+
+class RolloutError(RuntimeError):
+    """A server did not do what it was asked; the message names URL, status and answer."""
+
+    def __init__(self, message: str, *, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+        """True after a connection error, a timeout or a status 5xx: the same request may succeed later."""
+
+
+def server_arguments(recipe: Recipe, *, model_dir: Path, port: int, weight_version: int) -> list[str]:
+    """Arguments of SGLang's launch_server for this recipe; rollout.sglang's keys go through under their own names."""
+    cpu_defaults = {"attention_backend": "torch_native", "sleep_on_idle": True}
+    arguments = {
+        "log_level_http": "warning",
+        **(cpu_defaults if recipe.device == "cpu" else {}),
+        **recipe.rollout.sglang,
+        "model_path": str(model_dir),
+        "skip_tokenizer_init": True,
+        "host": recipe.cluster.host,
+        "port": port,
+        "device": recipe.device,
+        "dtype": recipe.model.dtype,
+        "random_seed": recipe.seed,
+        "weight_version": str(weight_version),
+    }
+    return [text for key, value in arguments.items() for text in _argument(key, value)]
+
+
+def _argument(key: str, value: Any) -> list[str]:
+    flag = "--" + key.replace("_", "-")
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [flag]
+    if isinstance(value, (list, tuple)):
+        return [flag, *map(str, value)]
+    return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def server_environment(recipe: Recipe, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The server's environment: what is inherited, less what would change results, plus what the device needs.
+
+    Raises:
+        ConfigError: an SGLANG_* variable is inherited that this project does not set to the same value.
+    """
+    own: dict[str, str] = {}
+    if recipe.device == "cpu":
+        own = {
+            DEVICE_VARIABLE: "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",  # tiny matmuls: two threads are ten times slower than one
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "TORCHDYNAMO_DISABLE": "1",  # else the first batch waits for a compiler
+        }
+    foreign = [f"{k}={v}" for k, v in inherited.items() if k.startswith(("SGLANG_", "SGL_")) and own.get(k) != v]
+    if foreign:
+        raise ConfigError(
+            f"environment: {', '.join(sorted(foreign))}: changes what SGLang computes and is not in the recipe; "
+            f"unset {', '.join(sorted(item.partition('=')[0] for item in foreign))}"
+        )
+    kept = {k: v for k, v in inherited.items() if k != DEVICE_VARIABLE}
+    return {**kept, **own}
+
+
+def take_port(host: str, port: int) -> int:
+    """The port, after a look whether it can be bound; a free one for 0.
+
+    Raises:
+        ConfigError: something listens there, or the host is not this machine's.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cluster.server_port={port}: port is in use on {host} or cannot be bound ({error.strerror}); "
+                "stop what listens there, or set cluster.server_port to another port or to 0 for a free one"
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+class Engine:
+    """The process of one SGLang server, which ends with the process that started it, however that ends."""
+
+    def __init__(self, process: subprocess.Popen[bytes], *, url: str, log_path: Path, device: str) -> None:
+        self.process, self.url, self.log_path, self.device = process, url, log_path, device
+        self._watchdog = subprocess.Popen(
+            ["sh", "-c", WATCHDOG, str(process.pid)], stdin=subprocess.PIPE, start_new_session=True
+        )
+
+    @classmethod
+    def start(cls, recipe: Recipe, *, model_dir: Path, port: int, log_path: Path, weight_version: int = 0) -> Engine:
+        """Start a server in a session of its own; returns at once, wait_ready waits.
+
+        Args:
+            recipe: its `device`, `seed`, `model.dtype`, `cluster.host` and `rollout.sglang` are used.
+            model_dir: Hugging Face directory with config.json and weights.
+            port: HTTP port; 0 takes a free one.
+            log_path: receives everything that the server prints.
+            weight_version: version that the weights in model_dir have.
+
+        Raises:
+            ConfigError: the port is in use, or the environment holds foreign SGLANG_* variables.
+        """
+        environment = server_environment(recipe, os.environ)
+        port = take_port(recipe.cluster.host, port)
+        module = "gspo_megatron.sglang_cpu" if recipe.device == "cpu" else "sglang.launch_server"
+        arguments = server_arguments(recipe, model_dir=model_dir, port=port, weight_version=weight_version)
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        url = f"http://{recipe.cluster.host}:{port}"
+        return cls(process, url=url, log_path=log_path, device=recipe.device)
+
+    def is_alive(self) -> bool:
+        """Whether the server's main process runs; SGLang ends it when one of its own processes dies."""
+        return self.process.poll() is None
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until the server answers a real generate request; on CPU also check that it honours seeds.
+
+        Raises:
+            RolloutError: the server died, did not answer in time, or ignores seeds; quotes the end of its log.
+        """
+        asyncio.run(self._wait_ready(timeout_s))
+
+    async def _wait_ready(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        async with aiohttp.ClientSession() as session:
+            while True:
+                if not self.is_alive():
+                    raise RolloutError(
+                        f"{self.url}: the SGLang server ended with status {self.process.returncode}"
+                        f" before it was ready; {self._log_tail()}"
+                    )
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise RolloutError(
+                        f"{self.url}: the SGLang server was not ready within {timeout_s:g} s "
+                        f"(cluster.start_timeout_s); {self._log_tail()}"
+                    )
+                try:
+                    first = await self._probe(session, seed=1, timeout_s=left_s)
+                    break
+                except RolloutError as error:
+                    if not error.retryable:
+                        raise
+                await asyncio.sleep(0.25)
+            if self.device != "cpu":
+                return
+            again = await self._probe(session, seed=1, timeout_s=timeout_s)
+            other = await self._probe(session, seed=2, timeout_s=timeout_s)
+        if first != again or first == other:
+            raise RolloutError(
+                f"{self.url}: the SGLang server ignores sampling seeds: seed 1 gave {first} and {again}, seed 2 gave "
+                f"{other}; gspo_megatron.sglang_cpu.plugin did not take effect; {self._log_tail()}"
+            )
+
+    async def _probe(self, session: aiohttp.ClientSession, *, seed: int, timeout_s: float) -> list[int]:
+        sampling = {"temperature": PROBE_TEMPERATURE, "max_new_tokens": 8, "ignore_eos": True, "sampling_seed": seed}
+        body = {"input_ids": [0], "sampling_params": sampling}
+        answer = await post(session, self.url + "/generate", body, timeout_s=timeout_s)
+        return list(answer["output_ids"])
+
+    def _log_tail(self) -> str:
+        lines = self.log_path.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return "\n  ".join([f"the end of {self.log_path}:", *(line[:LOG_COLUMNS] for line in lines)])
+
+    def stop(self, limit_s: float = 5.0) -> None:
+        """End the server and all of its session; returns when none of it runs. Safe to call twice.
+
+        Args:
+            limit_s: how long the server may take for its own shutdown before it is killed, seconds.
+        """
+        if self.is_alive():
+            self.process.terminate()
+            try:
+                self.process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        while members := session_members(self.process.pid):
+            for pid in members:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            time.sleep(0.02)
+        # Last, so that the server is watched until it is gone; killed, so that it does not act.
+        self._watchdog.kill()
+        self._watchdog.wait()
+
+
+def session_members(session: int) -> list[int]:
+    """Process ids of a session, without zombies: those wait for init to reap them and hold nothing."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        # After the name in brackets: state, parent, process group, session.
+        state, _, _, member_of = text.rpartition(")")[2].split()[:4]
+        if int(member_of) == session and state not in "ZX":
+            members.append(int(stat.parent.name))
+    return members
+
+
+async def post(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any], *, timeout_s: float) -> Any:
+    """POST JSON; returns the JSON answer, or the text of an answer that is not JSON.
+
+    Raises:
+        RolloutError: no answer within timeout_s, no connection, or a status other than 200.
+    """
+    try:
+        async with session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
+            text = await response.text()
+    except TimeoutError as error:
+        raise RolloutError(f"POST {url}: no answer within {timeout_s:g} s", retryable=True) from error
+    except aiohttp.ClientError as error:
+        raise RolloutError(f"POST {url}: {type(error).__name__}: {error}", retryable=True) from error
+    if response.status != 200:
+        raise RolloutError(f"POST {url}: status {response.status}: {text[:2000]}", retryable=response.status >= 500)
+    if response.content_type != "application/json":
+        return text
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RolloutError(f"POST {url}: status 200, but the answer is not JSON: {text[:2000]}") from error
+
+
+class ServerClient:
+    """Control calls on one running server. Each raises RolloutError with URL, status and answer when it fails.
+
+    A weight push, in order: pause_generation, begin_weight_update, update_weights_from_distributed per bucket,
+    end_weight_update, flush_cache, continue_generation.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, *, timeout_s: float) -> None:
+        self.session, self.url, self.timeout_s = session, url, timeout_s
+
+    async def _call(self, endpoint: str, **body: Any) -> Any:
+        answer = await post(self.session, f"{self.url}/{endpoint}", body, timeout_s=self.timeout_s)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise RolloutError(f"POST {self.url}/{endpoint}: status 200, but success is false: {answer}")
+        return answer
+
+    async def pause_generation(self) -> None:
+        """Stop sampling; requests in flight go back to the queue and their cached keys and values are dropped."""
+        await self._call("pause_generation", mode="retract")
+
+    async def continue_generation(self) -> None:
+        """Resume sampling; requests that were in flight recompute their keys and values with the current weights."""
+        await self._call("continue_generation", torch_empty_cache=False)
+
+    async def flush_cache(self) -> None:
+        """Drop all cached keys and values; refused while requests run."""
+        await self._call("flush_cache")
+
+    async def weight_version(self) -> int:
+        """The version that the server reports for its weights."""
+        url = f"{self.url}/model_info"
+        try:
+            timeout = aiohttp.ClientTimeout(total=self.timeout_s)
+            async with self.session.get(url, timeout=timeout) as response:
+                text = await response.text()
+        except (TimeoutError, aiohttp.ClientError) as error:
+            raise RolloutError(f"GET {url}: {type(error).__name__}: {error}", retryable=True) from error
+        if response.status != 200:
+            raise RolloutError(f"GET {url}: status {response.status}: {text[:2000]}")
+        return int(json.loads(text)["weight_version"])
+
+    async def init_weights_update_group(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+    ) -> None:
+        """Join the process group that weights arrive by; returns when all world_size ranks have joined.
+
+        Args:
+            rank_offset: rank of this server's first process; its tensor-parallel ranks follow.
+            backend: `gloo` on CPU, `nccl` on GPU.
+        """
+        await self._call(
+            "init_weights_update_group",
+            master_address=master_address,
+            master_port=master_port,
+            rank_offset=rank_offset,
+            world_size=world_size,
+            group_name=group_name,
+            backend=backend,
+        )
+
+    async def destroy_weights_update_group(self, *, group_name: str) -> None:
+        """Leave the process group."""
+        await self._call("destroy_weights_update_group", group_name=group_name)
+
+    async def begin_weight_update(self) -> None:
+        """Open a weight update; without it update_weights_from_distributed is refused."""
+        await self._call("begin_weight_update")
+
+    async def update_weights_from_distributed(
+        self,
+        *,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        weight_version: int | None,
+        load_format: str | None,
+    ) -> None:
+        """Receive tensors that rank 0 of the group broadcasts meanwhile.
+
+        Args:
+            names: Hugging Face names.
+            dtypes: torch's names without the module: `float32`.
+            shapes: one per name.
+            weight_version: what the server reports from then on; None for all buckets of a push but the last.
+            load_format: `flattened_bucket` for one broadcast of all bytes (sglang.srt.weight_sync.tensor_bucket);
+                None for one broadcast per tensor.
+        """
+        await self._call(
+            "update_weights_from_distributed",
+            names=list(names),
+            dtypes=list(dtypes),
+            shapes=[list(shape) for shape in shapes],
+            group_name=group_name,
+            weight_version=None if weight_version is None else str(weight_version),
+            load_format=load_format,
+            flush_cache=True,
+        )
+
+    async def end_weight_update(self) -> None:
+        """Close the weight update: the server finishes what quantised layers need."""
+        await self._call("end_weight_update")
+
+    async def weights_checksum(self) -> list[dict[str, str]]:
+        """One mapping per rank of the server: name of its (fused) parameter -> hash of its bytes.
+
+        On CPU a hash is the first 8 bytes, hex, of the SHA-256 over the parameter's memory.
+        """
+        answer = await self._call("weights_checker", action="checksum")
+        return [rank["checksums"] for rank in answer["ranks"]]
+
+    async def score(self, input_ids: Sequence[int]) -> list[float]:
+        """Log-probabilities of input_ids[1:] given what precedes each, nats. SGLang applies no temperature to them."""
+        answer = await self._call(
+            "generate",
+            input_ids=list(input_ids),
+            sampling_params={"temperature": 1.0, "max_new_tokens": 0},
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        pairs = answer["meta_info"]["input_token_logprobs"]
+        if len(pairs) != len(input_ids):
+            raise RolloutError(f"POST {self.url}/generate: scored {len(pairs)} tokens, wants {len(input_ids)}")
+        return [float(logprob) for logprob, _, _ in pairs[1:]]

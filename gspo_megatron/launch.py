@@ -1,0 +1,244 @@
+"""This node's part of a run: cold start, SGLang servers, torchrun; watches what it started and stops exactly that."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gspo_megatron.cold_start import cold_start_dir
+from gspo_megatron.config import ConfigError, Recipe, dump_recipe, load_recipe
+from gspo_megatron.engine import Engine, RolloutError, take_port
+from gspo_megatron.process import Torchrun, trainer_environment
+
+ERROR_PREFIX = "error: "
+GRACE_S = 15.0
+"""After a server died the trainer gets this long to say so itself."""
+
+
+class RunError(RuntimeError):
+    """A started process failed; the message says which, why, and where its log is."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a recipe on this node; returns the exit status (0 success, 2 bad recipe, 130 interrupted, else 1)."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="recipes/*.yaml")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override one key of the recipe")
+    parser.add_argument("--only", choices=("rollout", "train"), help="one half: sample and save, or train on saved")
+    parser.add_argument("--dry-run", action="store_true", help="check the recipe and stop")
+    args = parser.parse_args(arguments)
+    console = Console(highlight=False)
+    try:
+        recipe = load_recipe(args.config, args.set)
+        if args.dry_run:
+            console.print(f"{args.config}: valid; would write {recipe.run_dir}")
+            return 0
+        for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background jobs ignore it
+            signal.signal(number, _interrupt)
+        run(recipe, console, only=args.only)
+    except ConfigError as error:
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        return 2
+    except (RolloutError, RunError) as error:
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; everything that was started has been stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _interrupt(signal_number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def run(recipe: Recipe, console: Console, *, only: str | None = None) -> None:
+    """Run the recipe from its cold start to its report.
+
+    Args:
+        recipe: checked.
+        console: progress.
+        only: `rollout` samples and saves groups with the starting weights; `train` trains on saved groups.
+
+    Raises:
+        ConfigError: a port is taken or the environment conflicts.
+        RolloutError: a server did not start.
+        RunError: the trainer or a server failed.
+    """
+    config_path = prepare_run_dir(recipe, console)
+    model_dir = ensure_cold_start(recipe, config_path, console)
+    with ExitStack() as stack:
+        engines = [] if only == "train" else start_servers(recipe, model_dir, stack, console)
+        if only == "rollout":
+            rollout_only(recipe, [e.url for e in engines], console)
+            return
+        arguments = ["--config", str(config_path), "--model-dir", str(model_dir)]
+        arguments += [item for e in engines for item in ("--server-url", e.url)]
+        trainer = start_torchrun(recipe, "gspo_megatron.train", arguments, "trainer", stack)
+        watch(trainer, engines)
+    finish(recipe, console)
+
+
+def prepare_run_dir(recipe: Recipe, console: Console) -> Path:
+    """Make the run's folder with resolved.yaml and versions.json; an older run of the name is moved aside."""
+    run_dir = recipe.run_dir
+    if run_dir.exists():
+        number = 1
+        while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
+            number += 1
+        run_dir.rename(aside)
+        console.print(f"{run_dir} exists; moved to {aside}")
+    run_dir.mkdir(parents=True)
+    config_path = run_dir / "resolved.yaml"
+    config_path.write_text(dump_recipe(recipe))
+    (run_dir / "versions.json").write_text(json.dumps(provenance(), indent=2) + "\n")
+    return config_path
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, commit and hardware of this run."""
+    packages = ("torch", "megatron-core", "sglang", "transformers", "tokenizers", "safetensors", "reasoning-gym")
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+        **git_state(Path(__file__).parents[1]),
+        "machine": platform.machine(),
+        "cpu_cores": os.cpu_count(),
+    }
+
+
+def git_state(root: Path) -> dict[str, Any]:
+    """Commit of the checkout, and whether files differ from it."""
+    answers = []
+    for command in (["rev-parse", "HEAD"], ["status", "--porcelain"]):
+        try:
+            done = subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, timeout=10)
+        except (FileNotFoundError, subprocess.TimeoutExpired):
+            return {"commit": "unknown: git did not answer"}
+        if done.returncode != 0:
+            return {"commit": "unknown: not a git checkout"}
+        answers.append(done.stdout.strip())
+    return {"commit": answers[0], "has_local_changes": bool(answers[1])}
+
+
+def ensure_cold_start(recipe: Recipe, config_path: Path, console: Console) -> Path:
+    """The directory that RL starts from; trains the cold start unless an equal recipe already did."""
+    if recipe.cold_start is None:
+        return Path(recipe.model.hf_dir)
+    out_dir = cold_start_dir(recipe)
+    if out_dir.is_dir():
+        console.print(f"cold start: reusing {out_dir}")
+        return out_dir
+    console.print(f"cold start: {recipe.cold_start.num_steps} supervised steps into {out_dir}")
+    with ExitStack() as stack:
+        watch(start_torchrun(recipe, "gspo_megatron.cold_start", ["--config", str(config_path)], "cold_start", stack), [])
+    return out_dir
+
+
+def start_servers(recipe: Recipe, model_dir: Path, stack: ExitStack, console: Console) -> list[Engine]:
+    """Start every SGLang server of this node and wait until each answers."""
+    engines = []
+    for i in range(recipe.cluster.rollout_servers):
+        port = recipe.cluster.server_port + i if recipe.cluster.server_port else 0
+        log_path = recipe.run_dir / "logs" / f"server_{i}.log"
+        engine = Engine.start(recipe, model_dir=model_dir, port=port, log_path=log_path)
+        stack.callback(engine.stop)
+        engines.append(engine)
+    with console.status(f"starting {len(engines)} SGLang server(s)"):
+        for engine in engines:
+            engine.wait_ready(recipe.cluster.start_timeout_s)
+    console.print(f"SGLang ready at {', '.join(e.url for e in engines)}")
+    return engines
+
+
+def start_torchrun(recipe: Recipe, module: str, arguments: list[str], log_name: str, stack: ExitStack) -> Torchrun:
+    """Start the trainer's ranks; the stack stops them."""
+    host = recipe.cluster.host
+    torchrun = Torchrun(
+        module,
+        arguments,
+        num_ranks=recipe.cluster.trainer_ranks,
+        host=host,
+        port=take_port(host, 0),
+        environment=trainer_environment(recipe.device, os.environ),
+        log_path=recipe.run_dir / "logs" / f"{log_name}.log",
+    )
+    stack.callback(torchrun.stop)
+    return torchrun
+
+
+def watch(trainer: Torchrun, engines: Sequence[Engine]) -> None:
+    """Wait for the trainer; a server that ends first is an error.
+
+    Raises:
+        RunError: the trainer failed or a server died.
+    """
+    dead: Engine | None = None
+    deadline = float("inf")
+    while trainer.poll() is None and time.monotonic() < deadline:
+        if dead is None:
+            dead = next((e for e in engines if not e.is_alive()), None)
+            deadline = float("inf") if dead is None else time.monotonic() + GRACE_S
+        time.sleep(0.2)
+    if dead is not None:
+        raise RunError(
+            f"SGLang server {dead.url} ended with status {dead.process.returncode} during the run; "
+            f"see {dead.log_path} and {trainer.log_path}"
+        )
+    if trainer.poll() != 0:
+        raise RunError(f"trainer ended with status {trainer.poll()}: {cause_of(trainer.log_path)}; see {trainer.log_path}")
+
+
+def cause_of(log_path: Path) -> str:
+    """The line of a trainer's log that says why it ended."""
+    lines = log_path.read_text(errors="replace").splitlines()
+    for i, line in enumerate(lines):
+        if line.startswith(ERROR_PREFIX):
+            return "\n".join([line.removeprefix(ERROR_PREFIX), *_continued(lines[i + 1 :])])
+    killed = [line for line in lines if "Signal" in line and "received by PID" in line]
+    raised = [line for line in lines if ("Error" in line or "Failed" in line) and not line.startswith((" ", "["))]
+    return (killed or raised or lines or ["no output"])[-1].strip()
+
+
+def _continued(lines: list[str]) -> list[str]:
+    """Indented lines that belong to an error message."""
+    end: Callable[[str], bool] = lambda line: not line.startswith("  ")  # noqa: E731
+    return lines[: next((i for i, line in enumerate(lines) if end(line)), len(lines))]
+
+
+def rollout_only(recipe: Recipe, urls: list[str], console: Console) -> None:
+    """Sample, score and save every step's groups with the starting weights."""
+    from gspo_megatron.sampling import Sampler
+
+    sampler = Sampler(recipe, urls)
+    for step in range(1, recipe.train.num_rollout_steps + 1):
+        groups = sampler.rollout(sampler.take_prompts(), step, weight_version=0)
+        console.print(f"step {step:>4}  {sum(len(g.rollouts) for g in groups)} responses")
+    console.print(f"rollout groups are in {recipe.groups_dir}")
+
+
+def finish(recipe: Recipe, console: Console) -> None:
+    """Write the report and say what was made and where."""
+    from gspo_megatron.report import console_summary, write_report
+
+    write_report(recipe.run_dir)
+    console.print(console_summary(recipe.run_dir))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

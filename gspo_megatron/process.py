@@ -1,0 +1,76 @@
+"""Child processes that end with their parent, and the trainer's torchrun."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(signal_number: int = signal.SIGTERM) -> None:
+    """Ask Linux to send this process a signal when its parent ends, however it ends. Survives exec."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal_number) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+class Torchrun:
+    """torchrun with its ranks. Rank output on stdout is the console's, everything on stderr goes to the log."""
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        num_ranks: int,
+        host: str,
+        port: int,
+        environment: Mapping[str, str],
+        log_path: Path,
+    ) -> None:
+        self.log_path = log_path
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        rendezvous = ["--nproc-per-node", str(num_ranks), "--master-addr", host, "--master-port", str(port)]
+        with log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--module", module, *arguments],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+
+    def poll(self) -> int | None:
+        """Exit status, None while it runs."""
+        return self.process.poll()
+
+    def stop(self, limit_s: float = 10.0) -> None:
+        """End torchrun and its ranks, which run in sessions of their own. Safe to call twice."""
+        if self.process.poll() is not None:
+            return
+        tree = [psutil.Process(self.process.pid)]
+        tree += tree[0].children(recursive=True)
+        self.process.terminate()  # torchrun passes it on
+        _, alive = psutil.wait_procs(tree, timeout=limit_s)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=limit_s)
+        self.process.wait()
+
+
+def trainer_environment(device: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The ranks' environment: what is inherited, plus what the device needs."""
+    own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if device == "cpu":
+        own |= {"CUDA_VISIBLE_DEVICES": ""}
+    else:
+        own |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # megatron-core's overlap of tensor-parallel communication
+    return {**inherited, **own}

@@ -1,0 +1,142 @@
+"""The whole loop: prompts, rollouts, rewards, advantages, batches, GSPO steps, weight push, evaluation.
+
+Run by torchrun from launch.py. Every rank runs `train`; rank 0 alone talks to SGLang.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gspo_megatron.config import Recipe, load_recipe
+from gspo_megatron.engine import RolloutError
+from gspo_megatron.mcore.rank import run_rank
+from gspo_megatron.metrics import MetricsWriter, make_row, summarize_minibatch
+from gspo_megatron.progress import StageClock
+from gspo_megatron.sampling import Sampler
+from gspo_megatron.types import RolloutGroup, TrainState
+
+
+def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: list[str]) -> None:
+    """Run the recipe from the weights in model_dir. Collective over all ranks.
+
+    Args:
+        recipe: one complete run.
+        console: rank 0's; quiet elsewhere.
+        model_dir: Hugging Face directory that the servers were started with.
+        server_urls: SGLang servers; empty trains on the rollouts that recipe.groups_dir holds.
+    """
+    from gspo_megatron.advantage import add_advantages
+    from gspo_megatron.batch import make_batches
+    from gspo_megatron.checkpoint import save_checkpoint
+    from gspo_megatron.convert.hf_io import TensorReader
+    from gspo_megatron.loss import LOSSES
+    from gspo_megatron.mcore.model import build_optimizer, build_policy, export_hf, load_hf_weights
+    from gspo_megatron.mcore.parallel import initialize
+    from gspo_megatron.optimize import add_old_logprobs, optimizer_step
+    from gspo_megatron.weight_sync import WeightSync
+
+    parallel = initialize(recipe)
+    policy = build_policy(recipe, parallel)
+    optimizer = build_optimizer(policy, recipe, recipe.optimizer)
+    load_hf_weights(policy, optimizer, TensorReader(model_dir), str(model_dir))
+    weight_sync = WeightSync(policy, recipe, server_urls)
+    sampler = Sampler(recipe, server_urls)
+    writer = MetricsWriter(recipe.run_dir) if parallel.rank == 0 else None
+    loss_fn = partial(LOSSES[recipe.loss.name], cfg=recipe.loss, cp_group=parallel.shared_cp_group)
+    temperature, state = recipe.rollout.temperature, TrainState()
+
+    with StageClock(console, total_steps=recipe.train.num_rollout_steps) as clock:
+        with clock.stage("evaluate"):
+            evaluation = parallel.on_rank_0(partial(sampler.evaluate, state))
+        finish_step(state, writer, console, clock, groups=[], minibatches=[], evaluation=evaluation)
+
+        for rollout_step in range(1, recipe.train.num_rollout_steps + 1):
+            with clock.stage("prompt"):
+                prompts = sampler.take_prompts()
+            with clock.stage("rollout"):
+                groups = parallel.on_rank_0(partial(sampler.rollout, prompts, rollout_step, state.weight_version))
+            with clock.stage("reward"):
+                groups = add_advantages(sampler.score(groups, rollout_step), recipe.advantage)
+            with clock.stage("batch"):
+                batches = make_batches(groups, recipe.batch, parallel.batch_layout)
+            with clock.stage("old_logprobs"):
+                batches = add_old_logprobs(
+                    policy, batches, temperature=temperature, source=recipe.loss.old_logprobs
+                )
+            with clock.stage("train"):
+                results = [
+                    optimizer_step(
+                        policy,
+                        optimizer,
+                        batch,
+                        loss_fn,
+                        denominator=batch.num_responses,
+                        lr=recipe.optimizer.lr,
+                        temperature=temperature,
+                    )
+                    for batch in batches
+                ]
+            with clock.stage("weight_sync"):
+                state.weight_version = weight_sync.push(state.weight_version + 1)
+            state.rollout_step, state.optimizer_step = rollout_step, state.optimizer_step + len(batches)
+            with clock.stage("evaluate"):
+                evaluation = parallel.on_rank_0(partial(sampler.evaluate, state))
+            minibatches = [
+                summarize_minibatch(r.per_response) | {"loss": r.loss, "grad_norm": r.grad_norm, "lr": r.lr}
+                for r in results
+            ]
+            finish_step(state, writer, console, clock, groups=groups, minibatches=minibatches, evaluation=evaluation)
+
+    weight_sync.close()
+    console.print("saving the Megatron checkpoint and the Hugging Face export")
+    save_checkpoint(policy, optimizer, state, recipe.run_dir / "checkpoint")
+    export_hf(policy, recipe.run_dir / "hf", Path(recipe.model.hf_dir))
+
+
+def finish_step(
+    state: TrainState,
+    writer: MetricsWriter | None,
+    console: Console,
+    clock: StageClock,
+    *,
+    groups: list[RolloutGroup],
+    minibatches: list[dict[str, float]],
+    evaluation: dict[str, Any] | None,
+) -> None:
+    """Write the step's metrics row and its console line; rank 0 only has a writer."""
+    stage_s = clock.next_step()
+    if writer is None:
+        return
+    row = make_row(state, groups=groups, minibatches=minibatches, stage_s=stage_s, evaluation=evaluation)
+    writer.write(row)
+    parts = [f"step {state.rollout_step:>4}"]
+    if groups:
+        clip = "/".join(f"{m['clip_fraction_responses']:.2f}" for m in minibatches)
+        parts += [f"reward {row['reward_mean']:.3f}", f"clipped {clip}"]
+        parts += [f"mismatch {minibatches[0]['mismatch_abs_mean']:.1e}", f"{sum(stage_s.values()):.1f} s"]
+    if evaluation:
+        parts.append(
+            f"held-out accuracy {evaluation['accuracy']:.3f} [{evaluation['low']:.3f}, {evaluation['high']:.3f}]"
+        )
+    console.print("  ".join(parts))
+
+
+def main() -> None:
+    """Entry point of each rank."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--model-dir", type=Path, required=True)
+    parser.add_argument("--server-url", action="append", default=[])
+    args = parser.parse_args()
+    recipe = load_recipe(args.config)
+    body = partial(train, recipe, model_dir=args.model_dir, server_urls=args.server_url)
+    run_rank(recipe, body, expected_errors=(RolloutError,))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Megatron shards -> Hugging Face named buckets -> running SGLang servers, over a collective broadcast.
+
+Source: sglang 0.5.21, `/init_weights_update_group`, `/update_weights_from_distributed` (load_format flattened_bucket).
+The broadcast group has this trainer's rank 0 as rank 0 and each server's processes after it: gloo on CPU, NCCL on GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import aiohttp
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gspo_megatron.config import Recipe
+from gspo_megatron.convert.shards import Gatherer
+from gspo_megatron.engine import RolloutError, ServerClient, take_port
+from gspo_megatron.mcore.model import Policy
+
+BUCKET_BYTES = 512 * 2**20
+"""Bytes of one broadcast; what trainer rank 0 and each server hold beside their weights."""
+GROUP_NAME = "gspo_megatron_weights"
+
+
+def buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Cut a stream of named tensors into lists of at most max_bytes; a larger tensor is a bucket of its own."""
+    bucket: list[tuple[str, Tensor]] = []
+    held_bytes = 0
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if bucket and held_bytes + size > max_bytes:
+            yield bucket
+            bucket, held_bytes = [], 0
+        bucket.append((name, tensor))
+        held_bytes += size
+    if bucket:
+        yield bucket
+
+
+class WeightSync:
+    """The way of the policy's weights to the servers. All ranks hold one and call push together."""
+
+    def __init__(self, policy: Policy, recipe: Recipe, server_urls: Sequence[str]) -> None:
+        """Exchange the shards' addresses; rank 0 joins a broadcast group with the servers. Collective.
+
+        Raises:
+            RolloutError: a server did not join in time.
+        """
+        self._policy = policy
+        self._urls = list(server_urls)
+        self._timeout_s = recipe.cluster.collective_timeout_s
+        self._gatherer = Gatherer(policy.shards(), policy.ops)
+        self._group: Any = None
+        if self._urls:
+            policy.parallel.on_rank_0(lambda: self._connect(recipe))
+
+    def push(self, weight_version: int) -> int:
+        """Send every tensor, set the version, confirm it. Collective over the default group.
+
+        No request runs when it is called: training is synchronous, so no token can mix two versions.
+
+        Args:
+            weight_version: what the servers report from now on.
+
+        Returns:
+            weight_version.
+
+        Raises:
+            RolloutError: a server refused, or reports another version afterwards.
+        """
+        if not self._urls:
+            return weight_version
+        if self._policy.parallel.rank != 0:
+            for _ in self._gatherer.hf_tensors():
+                raise AssertionError("only rank 0 receives tensors")
+        return self._policy.parallel.on_rank_0(lambda: self._send(weight_version))
+
+    def close(self) -> None:
+        """Leave the broadcast group; rank 0 only has work to do."""
+        if self._group is not None:
+            asyncio.run(self._on_all(lambda s: s.destroy_weights_update_group(group_name=GROUP_NAME)))
+            self._group = None
+
+    def _connect(self, recipe: Recipe) -> None:
+        # Imported here: SGLang takes seconds, and only rank 0 needs its way of making a group.
+        from sglang.srt.utils.common import init_custom_process_group
+
+        host = recipe.cluster.host
+        port = take_port(host, 0)
+        ranks_per_server = int(recipe.rollout.sglang.get("tp_size", 1))
+        world_size = 1 + ranks_per_server * len(self._urls)
+        backend = "nccl" if recipe.device == "cuda" else "gloo"
+
+        timeout = datetime.timedelta(seconds=self._timeout_s)
+        # Not by init_method: under torchrun that would look for torchrun's own store at this address.
+        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout)
+
+        def join() -> None:
+            self._group = init_custom_process_group(
+                backend=backend,
+                store=dist.PrefixStore(GROUP_NAME, store),
+                world_size=world_size,
+                rank=0,
+                group_name=GROUP_NAME,
+                timeout=timeout,
+            )
+
+        async def servers_join(server: ServerClient) -> None:
+            await server.init_weights_update_group(
+                master_address=host,
+                master_port=port,
+                rank_offset=1 + ranks_per_server * self._urls.index(server.url),
+                world_size=world_size,
+                group_name=GROUP_NAME,
+                backend=backend,
+            )
+
+        asyncio.run(self._on_all(servers_join, beside=join))
+
+    def _send(self, weight_version: int) -> int:
+        tensors = self._gatherer.hf_tensors()
+        try:
+            asyncio.run(self._on_all(lambda s: s.begin_weight_update()))
+            pending: list[tuple[str, Tensor]] = []
+            for bucket in buckets(tensors, BUCKET_BYTES):
+                if pending:
+                    self._broadcast(pending, None)
+                pending = bucket
+            self._broadcast(pending, weight_version)  # the last bucket carries the version
+            asyncio.run(self._on_all(lambda s: s.end_weight_update()))
+            asyncio.run(self._on_all(lambda s: self._confirm(s, weight_version)))
+        finally:
+            for _ in tensors:  # after an error: the other ranks are still sending, and must get to the end
+                pass
+        return weight_version
+
+    def _broadcast(self, bucket: list[tuple[str, Tensor]], weight_version: int | None) -> None:
+        """One bucket as the bytes of its tensors, one after the other (SGLang's FlattenedTensorBucket)."""
+        flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket])
+
+        async def receive(server: ServerClient) -> None:
+            await server.update_weights_from_distributed(
+                names=[name for name, _ in bucket],
+                dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                shapes=[list(tensor.shape) for _, tensor in bucket],
+                group_name=GROUP_NAME,
+                weight_version=weight_version,
+                load_format="flattened_bucket",
+            )
+
+        asyncio.run(self._on_all(receive, beside=lambda: dist.broadcast(flat, src=0, group=self._group)))
+
+    async def _confirm(self, server: ServerClient, weight_version: int) -> None:
+        await server.flush_cache()
+        reported = await server.weight_version()
+        if reported != weight_version:
+            raise RolloutError(f"{server.url}: reports weight_version {reported} after a push of {weight_version}")
+
+    async def _on_all(
+        self, call: Callable[[ServerClient], Awaitable[None]], *, beside: Callable[[], Any] | None = None
+    ) -> None:
+        """call on every server at once, with a blocking function beside it in a thread; the first error wins."""
+        async with aiohttp.ClientSession() as session:
+            servers = [ServerClient(session, url, timeout_s=self._timeout_s) for url in self._urls]
+            work = [asyncio.ensure_future(call(s)) for s in servers]
+            if beside is not None:
+                work.append(asyncio.ensure_future(asyncio.to_thread(beside)))
+            await asyncio.gather(*work)

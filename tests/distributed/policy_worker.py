@@ -1,0 +1,110 @@
+"""Build the tiny policy on a layout, take optimizer steps on fixed data, return everything in Hugging Face names."""
+
+import random
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_megatron.batch import TrainSequence, pack_batch
+from gspo_megatron.config import load_recipe
+from gspo_megatron.convert.hf_io import random_tensors
+from gspo_megatron.convert.ops import Op
+from gspo_megatron.loss import gspo_loss
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "gspo-tiny-moe-cpu.yaml"
+HF_DIR = ROOT / "recipes" / "tiny-moe"
+
+
+def tiny_tensors(ops: list[Op]) -> dict[str, Tensor]:
+    """Seeded weights with norms away from 1, so that a swapped norm shows."""
+    generator = torch.Generator().manual_seed(5)
+    tensors = dict(random_tensors(ops, std=0.08, seed=4))
+    return {n: t + 0.1 * torch.randn(t.shape, generator=generator) if t.dim() == 1 else t for n, t in tensors.items()}
+
+
+def tiny_sequences(count: int = 24) -> list[TrainSequence]:
+    """Uneven lengths, advantages of both signs."""
+    rng = random.Random(7)
+    return [
+        TrainSequence(
+            name=str(i),
+            prompt_ids=tuple(rng.choices(range(2, 48), k=rng.randint(3, 14))),
+            response_ids=tuple(rng.choices(range(2, 48), k=rng.randint(1, 15))),
+            advantage=rng.uniform(-2.0, 2.0),
+        )
+        for i in range(count)
+    ]
+
+
+def build(overrides: list[str]) -> tuple[Any, Any, Any]:
+    """(recipe, policy, optimizer) with tiny_tensors loaded; call in a process of a gloo group."""
+    from gspo_megatron.mcore import cpu
+
+    cpu.install()
+    from gspo_megatron.mcore.model import build_optimizer, build_policy, load_hf_weights
+    from gspo_megatron.mcore.parallel import initialize
+
+    recipe = load_recipe(RECIPE, [f"model.hf_dir={HF_DIR}", *overrides])
+    policy = build_policy(recipe, initialize(recipe))
+    optimizer = build_optimizer(policy, recipe, recipe.optimizer)
+    load_hf_weights(policy, optimizer, tiny_tensors(policy.ops), "tiny_tensors")
+    return recipe, policy, optimizer
+
+
+def hf_tensors(policy: Any) -> dict[str, Tensor]:
+    """The live weights on rank 0. Collective."""
+    from gspo_megatron.convert.shards import Gatherer
+
+    return {name: tensor.clone() for name, tensor in Gatherer(policy.shards(), policy.ops).hf_tensors()}
+
+
+def hf_view_of(policy: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Values per parameter (gradients, moments) in Hugging Face names: through the weights' own way out."""
+    with torch.no_grad():
+        for name, parameter in policy.parameters():
+            parameter.copy_(values[name].view(parameter.shape))
+    return hf_tensors(policy)
+
+
+def step_results(rank: int, overrides: list[str], num_steps: int) -> dict[str, Any]:
+    """Losses, norms, weights, last gradients and Adam moments after num_steps GSPO steps on one batch."""
+    recipe, policy, optimizer = build(["optimizer.clip_grad=1.0e+9", *overrides])
+    from gspo_megatron.optimize import add_old_logprobs, optimizer_step  # imports Megatron, after cpu.install()
+
+    batch = pack_batch(
+        tiny_sequences(), recipe.batch.max_tokens_per_microbatch, policy.parallel.batch_layout, minibatch_index=0
+    )
+    (batch,) = add_old_logprobs(policy, [batch], temperature=1.0, source="recompute")
+    group = policy.parallel.cp_group if policy.parallel.cp_size > 1 else None
+    loss_fn = partial(gspo_loss, cfg=replace(recipe.loss, clip_low=3.0e-3, clip_high=4.0e-3), cp_group=group)
+    steps = [
+        optimizer_step(policy, optimizer, batch, loss_fn, denominator=batch.num_responses, lr=1.0e-4, temperature=1.0)
+        for _ in range(num_steps)
+    ]
+    results: dict[str, Any] = {
+        "loss": [s.loss for s in steps],
+        "grad_norm": [s.grad_norm for s in steps],
+        "log_ratio": [s.per_response["log_ratio"].sort().values for s in steps],
+        "clipped": [float((s.per_response["clipped_tokens"] > 0).float().mean()) for s in steps],
+        "weights": hf_tensors(policy),
+    }
+    if recipe.parallel.use_distributed_optimizer:
+        return results
+    state = {p: s for o in _inner_optimizers(optimizer) for p, s in o.state.items()}
+    named = dict(policy.parameters())
+    results["exp_avg"] = hf_view_of(policy, {n: state[p]["exp_avg"] for n, p in named.items()})
+    results["exp_avg_sq"] = hf_view_of(policy, {n: state[p]["exp_avg_sq"] for n, p in named.items()})
+    results["grad"] = hf_view_of(policy, {n: p.main_grad for n, p in named.items()})
+    return results
+
+
+def _inner_optimizers(optimizer: Any) -> list[Any]:
+    """torch's optimizers under megatron-core's chain (dense and expert parameters apart)."""
+    if hasattr(optimizer, "chained_optimizers"):
+        return [o.optimizer for o in optimizer.chained_optimizers]
+    return [optimizer.optimizer]
