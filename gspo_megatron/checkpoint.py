@@ -8,13 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies.torch import (
-    TorchDistLoadShardedStrategy,
-    TorchDistSaveShardedStrategy,
-)
 
-from gspo_megatron.mcore.model import Policy, checkpoint_metadata
+from gspo_megatron.mcore.model import Policy
+from gspo_megatron.mcore.torch_dist import read_weights, write_shards
 from gspo_megatron.types import TrainState
 
 
@@ -35,11 +31,7 @@ def save_checkpoint(policy: Policy, optimizer: Any, state: TrainState, out_dir: 
         tmp.mkdir(parents=True)
 
     policy.parallel.on_rank_0(prepare)
-    model_state = policy.sharded_state_dict()
-    optimizer_state = optimizer.sharded_state_dict(model_state, is_loading=False, metadata=checkpoint_metadata())
-    dist_checkpointing.save(
-        {"model": model_state, "optimizer": optimizer_state}, str(tmp), TorchDistSaveShardedStrategy()
-    )
+    write_shards(policy, optimizer, tmp)
 
     def publish() -> None:
         counters = {
@@ -64,7 +56,5 @@ def load_weights(policy: Policy, optimizer: Any, checkpoint_dir: Path) -> None:
     """
     if not (checkpoint_dir / "train_state.json").is_file():
         raise ValueError(f"{checkpoint_dir}: not a finished checkpoint; it has no train_state.json")
-    model_state = policy.sharded_state_dict()
-    loaded = dist_checkpointing.load({"model": model_state}, str(checkpoint_dir), TorchDistLoadShardedStrategy())
-    policy.load_state_dict(loaded["model"])
+    read_weights(policy, checkpoint_dir)
     optimizer.reload_model_params()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from gspo_megatron.config import ColdStartConfig, Recipe, load_recipe
+from gspo_megatron.mcore.rank import run_rank
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,9 +104,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     recipe = load_recipe(parser.parse_args().config)
-    from gspo_megatron.train import run_rank
-
-    run_rank(recipe, lambda console: train_cold_start(recipe, recipe.cold_start, console))  # type: ignore[arg-type]
+    cfg = recipe.cold_start
+    if cfg is None:
+        parser.error(f"{recipe.name} has no cold_start section")
+    run_rank(recipe, lambda console: train_cold_start(recipe, cfg, console))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -79,10 +80,11 @@ def run(recipe: Recipe, console: Console, *, only: str | None = None) -> None:
         RolloutError: a server did not start.
         RunError: the trainer or a server failed.
     """
+    ports = [] if only == "train" else server_ports(recipe)
     config_path = prepare_run_dir(recipe, console)
     model_dir = ensure_cold_start(recipe, config_path, console)
     with ExitStack() as stack:
-        engines = [] if only == "train" else start_servers(recipe, model_dir, stack, console)
+        engines = start_servers(recipe, model_dir, ports, stack, console)
         if only == "rollout":
             rollout_only(recipe, [e.url for e in engines], console)
             return
@@ -146,23 +148,36 @@ def ensure_cold_start(recipe: Recipe, config_path: Path, console: Console) -> Pa
         return out_dir
     console.print(f"cold start: {recipe.cold_start.num_steps} supervised steps into {out_dir}")
     with ExitStack() as stack:
-        watch(start_torchrun(recipe, "gspo_megatron.cold_start", ["--config", str(config_path)], "cold_start", stack), [])
+        arguments = ["--config", str(config_path)]
+        watch(start_torchrun(recipe, "gspo_megatron.cold_start", arguments, "cold_start", stack), [])
     return out_dir
 
 
-def start_servers(recipe: Recipe, model_dir: Path, stack: ExitStack, console: Console) -> list[Engine]:
-    """Start every SGLang server of this node and wait until each answers."""
+def server_ports(recipe: Recipe) -> list[int]:
+    """HTTP port of each server of this node, found free before anything is started.
+
+    Raises:
+        ConfigError: a port that the recipe names is taken.
+    """
+    cluster = recipe.cluster
+    wanted = [cluster.server_port + i if cluster.server_port else 0 for i in range(cluster.rollout_servers)]
+    return [take_port(cluster.host, port) for port in wanted]
+
+
+def start_servers(
+    recipe: Recipe, model_dir: Path, ports: Sequence[int], stack: ExitStack, console: Console
+) -> list[Engine]:
+    """Start a SGLang server on each port and wait until each answers."""
     engines = []
-    for i in range(recipe.cluster.rollout_servers):
-        port = recipe.cluster.server_port + i if recipe.cluster.server_port else 0
+    for i, port in enumerate(ports):
         log_path = recipe.run_dir / "logs" / f"server_{i}.log"
         engine = Engine.start(recipe, model_dir=model_dir, port=port, log_path=log_path)
         stack.callback(engine.stop)
         engines.append(engine)
-    with console.status(f"starting {len(engines)} SGLang server(s)"):
-        for engine in engines:
+    for engine in engines:
+        with console.status(f"starting the SGLang server at {engine.url}"):
             engine.wait_ready(recipe.cluster.start_timeout_s)
-    console.print(f"SGLang ready at {', '.join(e.url for e in engines)}")
+        console.print(f"SGLang ready at {engine.url}")
     return engines
 
 
@@ -201,7 +216,8 @@ def watch(trainer: Torchrun, engines: Sequence[Engine]) -> None:
             f"see {dead.log_path} and {trainer.log_path}"
         )
     if trainer.poll() != 0:
-        raise RunError(f"trainer ended with status {trainer.poll()}: {cause_of(trainer.log_path)}; see {trainer.log_path}")
+        cause = cause_of(trainer.log_path)
+        raise RunError(f"trainer ended with status {trainer.poll()}: {cause}; see {trainer.log_path}")
 
 
 def cause_of(log_path: Path) -> str:
@@ -217,8 +233,7 @@ def cause_of(log_path: Path) -> str:
 
 def _continued(lines: list[str]) -> list[str]:
     """Indented lines that belong to an error message."""
-    end: Callable[[str], bool] = lambda line: not line.startswith("  ")  # noqa: E731
-    return lines[: next((i for i, line in enumerate(lines) if end(line)), len(lines))]
+    return list(itertools.takewhile(lambda line: line.startswith("  "), lines))
 
 
 def rollout_only(recipe: Recipe, urls: list[str], console: Console) -> None:

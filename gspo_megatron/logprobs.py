@@ -40,7 +40,7 @@ def vocab_parallel_logprobs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: wants a positive number")
-    out = _VocabParallelLogprobs.apply(logits_TV, labels_T, temperature, vocab_size, tp_group)  # type: ignore[no-untyped-call]
+    out = _VocabParallelLogprobs.apply(logits_TV, labels_T, temperature, vocab_size, tp_group)
     return out[0], out[1]
 
 
@@ -51,7 +51,7 @@ def _all_reduce(x: Tensor, op: Any, group: Any) -> Tensor:
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """d logprob / d z_v = 1[v = label] - p_v; d entropy / d z_v = -p_v (log p_v + entropy); z = logits / temperature."""
+    """With z = logits / temperature: d logprob / d z_v = 1[v = label] - p_v; d entropy / d z_v = -p_v (log p_v + entropy)."""
 
     @staticmethod
     def forward(
@@ -81,7 +81,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return logprobs_T, entropy_T
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_logprobs_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor, None, None, None, None]:
         p_TV, log_p_TV, entropy_T, local_T, is_here_T = ctx.saved_tensors
         grad_TV = -p_TV * grad_logprobs_T[:, None]
         grad_TV -= torch.where(p_TV > 0, p_TV * (log_p_TV + entropy_T[:, None]), 0.0) * grad_entropy_T[:, None]

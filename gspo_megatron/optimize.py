@@ -8,18 +8,16 @@ up over the global N while auxiliary losses keep their meaning.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from gspo_megatron.logprobs import vocab_parallel_logprobs
 from gspo_megatron.loss import LossOutput
-from gspo_megatron.mcore.model import Policy, tensor_parallel_logits
+from gspo_megatron.mcore.model import Policy
+from gspo_megatron.mcore.schedule import broadcast_from_last_stage, run_schedule
 from gspo_megatron.mismatch import mismatch_per_response
 from gspo_megatron.types import Microbatch, TrainBatch
 
@@ -40,7 +38,14 @@ class StepResult:
 
 
 def optimizer_step(
-    policy: Policy, optimizer: Any, batch: TrainBatch, loss_fn: LossFn, *, denominator: int, lr: float, temperature: float
+    policy: Policy,
+    optimizer: Any,
+    batch: TrainBatch,
+    loss_fn: LossFn,
+    *,
+    denominator: int,
+    lr: float,
+    temperature: float,
 ) -> StepResult:
     """Forward, backward, reduce, clip, update. Collective over all ranks.
 
@@ -77,7 +82,7 @@ def optimizer_step(
             )
         return result.loss_sum * scale, tokens, report
 
-    reports = _run_schedule(policy, batch.microbatches, loss_func, temperature=temperature, forward_only=False)
+    reports = run_schedule(policy, batch.microbatches, loss_func, temperature=temperature, forward_only=False)
     for group in optimizer.param_groups:
         group["lr"] = lr
     updated, grad_norm, _ = optimizer.step()
@@ -92,29 +97,19 @@ def optimizer_step(
 def compute_logprobs(policy: Policy, batch: TrainBatch, *, temperature: float) -> list[Tensor]:
     """Log-probs of each microbatch, [T] float32, with the very packing that training will use.
 
-    Collective over all ranks. With more than one pipeline stage the last stage broadcasts.
+    Collective over all ranks.
     """
 
     def collect(microbatch: Microbatch, output: Tensor) -> Tensor:
         return output[..., 0].detach()
 
-    results = _run_schedule(policy, batch.microbatches, collect, temperature=temperature, forward_only=True)
-    if policy.parallel.pp_size == 1:
-        return results
-    from megatron.core.parallel_state import get_pipeline_model_parallel_group, get_pipeline_model_parallel_last_rank
-
-    everywhere = []
-    for i, microbatch in enumerate(batch.microbatches):
-        like = torch.empty(len(microbatch.tokens_T), device=policy.parallel.device)
-        logprobs_T = results[i].contiguous() if results else like
-        dist.broadcast(
-            logprobs_T, src=get_pipeline_model_parallel_last_rank(), group=get_pipeline_model_parallel_group()
-        )
-        everywhere.append(logprobs_T)
-    return everywhere
+    results = run_schedule(policy, batch.microbatches, collect, temperature=temperature, forward_only=True)
+    return broadcast_from_last_stage(policy, results, [len(m.tokens_T) for m in batch.microbatches])
 
 
-def add_old_logprobs(policy: Policy, batches: list[TrainBatch], *, temperature: float, source: str) -> list[TrainBatch]:
+def add_old_logprobs(
+    policy: Policy, batches: list[TrainBatch], *, temperature: float, source: str
+) -> list[TrainBatch]:
     """Fill old_logprobs_T of every microbatch before the first update.
 
     Args:
@@ -143,71 +138,8 @@ def _per_response_sum(values_T: Tensor, microbatch: Microbatch) -> Tensor:
     return zeros_B.index_add(0, microbatch.response_index_T, kept_T)
 
 
-def _run_schedule(
-    policy: Policy, microbatches: list[Microbatch], loss_func: Callable[..., Any], *, temperature: float, forward_only: bool
-) -> list[Any]:
-    """megatron-core's forward-backward over the microbatches; returns what loss_func reports on the last stage."""
-
-    def processor(*, hidden_states: Tensor, output_layer: Any, output_weight: Any, labels: Tensor, **_: Any) -> Tensor:
-        logits_TV = tensor_parallel_logits(output_layer, hidden_states, output_weight)
-        pair = vocab_parallel_logprobs(
-            logits_TV,
-            labels[0],
-            temperature=temperature,
-            vocab_size=policy.vocab_size,
-            tp_group=policy.parallel.tp_group,
-        )
-        return torch.stack(pair, dim=-1)
-
-    def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        m: Microbatch = next(iterator)
-        output = model(
-            m.tokens_T[None],
-            m.position_ids_T[None],
-            None,
-            labels=m.labels_T[None],
-            packed_seq_params=_packed(m),
-            output_processor=processor,
-        )
-        if forward_only:
-            return output, lambda out, non_loss_data: loss_func(m, out)
-        return output, lambda out: loss_func(m, out)
-
-    chunks = policy.chunks
-    microbatches = [_on_device(m, policy.parallel.device) for m in microbatches]
-    iterators = [iter(microbatches) for _ in chunks]
-    return get_forward_backward_func()(  # type: ignore[no-any-return]
-        forward_step_func=forward_step,
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(microbatches),
-        seq_length=max(len(m.tokens_T) for m in microbatches) * policy.parallel.cp_size,
-        micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
-
-
-def _on_device(m: Microbatch, device: torch.device) -> Microbatch:
-    """The microbatch with its tensors on device."""
-    moved = {f.name: getattr(m, f.name) for f in fields(m)}
-    return replace(m, **{name: v.to(device) for name, v in moved.items() if isinstance(v, Tensor)})
-
-
-def _packed(m: Microbatch) -> PackedSeqParams:
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=m.cu_seqlens,
-        cu_seqlens_kv=m.cu_seqlens,
-        cu_seqlens_q_padded=m.cu_seqlens_padded,
-        cu_seqlens_kv_padded=m.cu_seqlens_padded,
-        max_seqlen_q=m.max_seqlen,
-        max_seqlen_kv=m.max_seqlen,
-    )
-
-
 # Per-response values that each context-parallel rank holds for its own tokens only, and how they combine.
-_PARTIAL = {
+_PARTIAL: dict[str, Callable[..., Tensor]] = {
     "entropy_sum": torch.sum,
     "mismatch_sum": torch.sum,
     "mismatch_abs_sum": torch.sum,

@@ -90,7 +90,7 @@ class Sampler:
             self._urls,
             prompts,
             self._recipe.rollout,
-            eos_token_id=int(self._tokenizer.eos_token_id),  # type: ignore[arg-type]
+            eos_token_id=int(self._tokenizer.eos_token_id),
             vocab_size=self._vocab_size,
             decode=lambda ids: str(self._tokenizer.decode(ids)),
             **options,

@@ -1,4 +1,4 @@
-"""TP/PP/EP/ETP shards of Megatron tensors: cut from and gathered to the global tensor. torch and torch.distributed.
+"""TP/PP/EP/ETP shards of Megatron tensors: cut from and gathered to the global tensor. Never imports Megatron.
 
 The address of a shard (global shape, offset) is megatron-core's own, taken from `sharded_state_dict`, so that no layout
 needs code of its own.

@@ -157,7 +157,7 @@ def _replace_tensor_api() -> None:
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *args, **kwargs: self
     tensor.record_stream = lambda self, *args: None
-    torch.nn.Module.cuda = lambda self, *args: self  # type: ignore[method-assign,assignment]
+    torch.nn.Module.cuda = lambda self, *args: self  # type: ignore[method-assign]
     plain_to, plain_type = tensor.to, tensor.type
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,9 @@ ERROR_PREFIX = "error: "
 """launch.py shows the first line of the log that starts so."""
 
 
-def run_rank(recipe: Recipe, body: Callable[[Console], None], expected_errors: tuple[type[Exception], ...] = ()) -> None:
+def run_rank(
+    recipe: Recipe, body: Callable[[Console], None], *, expected_errors: Sequence[type[Exception]] = ()
+) -> None:
     """Run body and exit the process with its status.
 
     Only rank 0's console writes. An expected error becomes one line on stderr, anything else a traceback.
@@ -34,9 +36,10 @@ def run_rank(recipe: Recipe, body: Callable[[Console], None], expected_errors: t
         torch.set_num_threads(1)  # ranks and server share the cores; one thread also fixes the order of sums
     rank = int(os.environ["RANK"])
     console = Console(quiet=rank != 0, highlight=False)
+    known: tuple[type[Exception], ...] = (ConfigError, ConversionError, *expected_errors)
     try:
         body(console)
-    except (ConfigError, ConversionError, *expected_errors) as error:
+    except known as error:
         print(f"{ERROR_PREFIX}{error}", file=sys.stderr, flush=True)
         # Leave without the process group's clean-up: the other ranks may be in a collective. torchrun ends them.
         os._exit(1)

@@ -108,3 +108,18 @@ def _inner_optimizers(optimizer: Any) -> list[Any]:
     if hasattr(optimizer, "chained_optimizers"):
         return [o.optimizer for o in optimizer.chained_optimizers]
     return [optimizer.optimizer]
+
+
+def checkpoint_logprobs(rank: int, checkpoint_dir: str, sequences: list[tuple[int, ...]]) -> list[Tensor]:
+    """Log-probs of tokens 1.. of each sequence by a one-process policy with a checkpoint's weights."""
+    recipe, policy, optimizer = build(["cluster.trainer_ranks=1", "parallel.expert_model_parallel_size=1"])
+    from gspo_megatron.checkpoint import load_weights
+    from gspo_megatron.optimize import compute_logprobs
+
+    load_weights(policy, optimizer, Path(checkpoint_dir))
+    packed = [TrainSequence(name=str(i), prompt_ids=ids[:1], response_ids=ids[1:]) for i, ids in enumerate(sequences)]
+    batch = pack_batch(packed, 4096, policy.parallel.batch_layout, minibatch_index=0)
+    (logprobs_T,) = compute_logprobs(policy, batch, temperature=1.0)
+    (microbatch,) = batch.microbatches
+    starts = microbatch.cu_seqlens_padded.tolist()
+    return [logprobs_T[start : start + len(ids) - 1] for start, ids in zip(starts, sequences, strict=False)]

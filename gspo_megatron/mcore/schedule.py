@@ -1,0 +1,112 @@
+"""megatron-core's forward-backward schedule over packed microbatches.
+
+Source: megatron-core 0.19.2, pipeline_parallel/schedules.py; GPTModel's output_processor hook.
+Shapes: T = packed tokens on this rank, V = vocabulary columns on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import get_pipeline_model_parallel_group, get_pipeline_model_parallel_last_rank
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from gspo_megatron.logprobs import vocab_parallel_logprobs
+from gspo_megatron.mcore.model import Policy, tensor_parallel_logits
+from gspo_megatron.types import Microbatch
+
+
+def run_schedule(
+    policy: Policy,
+    microbatches: list[Microbatch],
+    loss_func: Callable[..., Any],
+    *,
+    temperature: float,
+    forward_only: bool,
+) -> list[Any]:
+    """megatron-core's forward-backward over the microbatches; returns what loss_func reports on the last stage."""
+
+    def processor(*, hidden_states: Tensor, output_layer: Any, output_weight: Any, labels: Tensor, **_: Any) -> Tensor:
+        logits_TV = tensor_parallel_logits(output_layer, hidden_states, output_weight)
+        pair = vocab_parallel_logprobs(
+            logits_TV,
+            labels[0],
+            temperature=temperature,
+            vocab_size=policy.vocab_size,
+            tp_group=policy.parallel.tp_group,
+        )
+        return torch.stack(pair, dim=-1)
+
+    def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        m: Microbatch = next(iterator)
+        output = model(
+            m.tokens_T[None],
+            m.position_ids_T[None],
+            None,
+            labels=m.labels_T[None],
+            packed_seq_params=_packed(m),
+            output_processor=processor,
+        )
+        if forward_only:
+            return output, lambda out, non_loss_data: loss_func(m, out)
+        return output, lambda out: loss_func(m, out)
+
+    chunks = policy.chunks
+    microbatches = [_on_device(m, policy.parallel.device) for m in microbatches]
+    iterators = [iter(microbatches) for _ in chunks]
+    reports: list[Any] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(microbatches),
+        seq_length=max(len(m.tokens_T) for m in microbatches) * policy.parallel.cp_size,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+    return reports
+
+
+def _on_device(m: Microbatch, device: torch.device) -> Microbatch:
+    """The microbatch with its tensors on device."""
+    values: dict[str, Any] = {f.name: getattr(m, f.name) for f in fields(m)}
+    moved: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
+    return replace(m, **moved)
+
+
+def _packed(m: Microbatch) -> PackedSeqParams:
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=m.cu_seqlens,
+        cu_seqlens_kv=m.cu_seqlens,
+        cu_seqlens_q_padded=m.cu_seqlens_padded,
+        cu_seqlens_kv_padded=m.cu_seqlens_padded,
+        max_seqlen_q=m.max_seqlen,
+        max_seqlen_kv=m.max_seqlen,
+    )
+
+
+def broadcast_from_last_stage(policy: Policy, results: list[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+    """Hand the last pipeline stage's [T] float32 tensors to all stages. Collective over the pipeline group.
+
+    Args:
+        policy: gives the layout.
+        results: one tensor per microbatch on the last stage, empty on the others.
+        lengths: T of each microbatch.
+    """
+    if policy.parallel.pp_size == 1:
+        return results
+    everywhere = []
+    for i, length in enumerate(lengths):
+        tensor = results[i].contiguous() if results else torch.empty(length, device=policy.parallel.device)
+        dist.broadcast(
+            tensor, src=get_pipeline_model_parallel_last_rank(), group=get_pipeline_model_parallel_group()
+        )
+        everywhere.append(tensor)
+    return everywhere
