@@ -51,7 +51,10 @@ def _all_reduce(x: Tensor, op: Any, group: Any) -> Tensor:
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """With z = logits / temperature: d logprob / d z_v = 1[v = label] - p_v; d entropy / d z_v = -p_v (log p_v + entropy)."""
+    """With z = logits / temperature: d logprob / dz_v = 1[v = label] - p_v, d entropy / dz_v = -p_v (log p_v + entropy).
+
+    p is the softmax of z.
+    """
 
     @staticmethod
     def forward(

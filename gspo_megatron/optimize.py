@@ -7,8 +7,10 @@ up over the global N while auxiliary losses keep their meaning.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from gspo_megatron.loss import LossOutput
 from gspo_megatron.mcore.model import Policy
 from gspo_megatron.mcore.schedule import broadcast_from_last_stage, run_schedule
 from gspo_megatron.mismatch import mismatch_per_response
-from gspo_megatron.types import Microbatch, TrainBatch
+from gspo_megatron.types import Microbatch, NonFiniteError, TrainBatch, save_microbatches
 
 LossFn = Callable[[Tensor, Microbatch], LossOutput]
 
@@ -46,6 +48,7 @@ def optimizer_step(
     denominator: int,
     lr: float,
     temperature: float,
+    save_failed_to: Path | None = None,
 ) -> StepResult:
     """Forward, backward, reduce, clip, update. Collective over all ranks.
 
@@ -57,9 +60,10 @@ def optimizer_step(
         denominator: N of the whole optimizer step: responses for RL, response tokens for supervised training.
         lr: learning rate of this step.
         temperature: divides the logits.
+        save_failed_to: file for this rank's microbatches when the step is not finite.
 
     Raises:
-        RuntimeError: loss or gradient norm is not finite; raised on every rank.
+        NonFiniteError: the loss or the gradient norm; raised on every rank.
     """
     for chunk in policy.chunks:
         chunk.zero_grad_buffer()
@@ -88,8 +92,12 @@ def optimizer_step(
     updated, grad_norm, _ = optimizer.step()
     loss, per_response = _gather(policy, reports)
     loss /= denominator
-    if not (updated and all(torch.isfinite(torch.tensor([loss, float(grad_norm)])))):
-        raise RuntimeError(f"optimizer step stopped: loss={loss}, grad_norm={float(grad_norm)}, applied={updated}")
+    if not (updated and math.isfinite(loss) and math.isfinite(grad_norm)):
+        where = f"minibatch {batch.minibatch_index}: loss={loss}, grad_norm={float(grad_norm)}"
+        if save_failed_to is not None:
+            save_microbatches(batch, save_failed_to)
+            where += f"; this rank's microbatches are in {save_failed_to}"
+        raise NonFiniteError(where)
     return StepResult(loss=loss, grad_norm=float(grad_norm), lr=lr, per_response=per_response)
 
 

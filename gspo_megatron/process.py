@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from gspo_megatron.config import ConfigError
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -67,7 +69,14 @@ class Torchrun:
 
 
 def trainer_environment(device: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The ranks' environment: what is inherited, plus what the device needs."""
+    """The ranks' environment: what is inherited, plus what the device needs.
+
+    Raises:
+        ConfigError: an inherited NVTE_* variable would change what Transformer Engine computes.
+    """
+    foreign = sorted(name for name in inherited if name.startswith("NVTE_"))
+    if foreign:
+        raise ConfigError(f"environment: {', '.join(foreign)}: changes results and is not in the recipe; unset it")
     own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if device == "cpu":
         own |= {"CUDA_VISIBLE_DEVICES": ""}

@@ -18,7 +18,7 @@ from gspo_megatron.mcore.rank import run_rank
 from gspo_megatron.metrics import MetricsWriter, make_row, summarize_minibatch
 from gspo_megatron.progress import StageClock
 from gspo_megatron.sampling import Sampler
-from gspo_megatron.types import RolloutGroup, TrainState
+from gspo_megatron.types import NonFiniteError, RolloutGroup, TrainState
 
 
 def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: list[str]) -> None:
@@ -48,7 +48,10 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
     sampler = Sampler(recipe, server_urls)
     writer = MetricsWriter(recipe.run_dir) if parallel.rank == 0 else None
     loss_fn = partial(LOSSES[recipe.loss.name], cfg=recipe.loss, cp_group=parallel.shared_cp_group)
-    temperature, state = recipe.rollout.temperature, TrainState()
+    state = TrainState()
+    temperature = recipe.rollout.temperature
+    failed_batch = recipe.run_dir / "failed_step" / f"rank_{parallel.rank}.safetensors"
+    step = partial(optimizer_step, lr=recipe.optimizer.lr, temperature=temperature, save_failed_to=failed_batch)
 
     with StageClock(console, total_steps=recipe.train.num_rollout_steps) as clock:
         with clock.stage("evaluate"):
@@ -69,18 +72,7 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
                     policy, batches, temperature=temperature, source=recipe.loss.old_logprobs
                 )
             with clock.stage("train"):
-                results = [
-                    optimizer_step(
-                        policy,
-                        optimizer,
-                        batch,
-                        loss_fn,
-                        denominator=batch.num_responses,
-                        lr=recipe.optimizer.lr,
-                        temperature=temperature,
-                    )
-                    for batch in batches
-                ]
+                results = [step(policy, optimizer, b, loss_fn, denominator=b.num_responses) for b in batches]
             with clock.stage("weight_sync"):
                 state.weight_version = weight_sync.push(state.weight_version + 1)
             state.rollout_step, state.optimizer_step = rollout_step, state.optimizer_step + len(batches)
@@ -135,7 +127,7 @@ def main() -> None:
     args = parser.parse_args()
     recipe = load_recipe(args.config)
     body = partial(train, recipe, model_dir=args.model_dir, server_urls=args.server_url)
-    run_rank(recipe, body, expected_errors=(RolloutError,))
+    run_rank(recipe, body, expected_errors=(RolloutError, NonFiniteError))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """TP/PP/EP/ETP shards of Megatron tensors: cut from and gathered to the global tensor. Never imports Megatron.
 
-The address of a shard (global shape, offset) is megatron-core's own, taken from `sharded_state_dict`, so that no layout
-needs code of its own.
+The address of a shard (global shape, offset) is megatron-core's own, taken from `sharded_state_dict`, so that no
+layout needs code of its own.
 """
 
 from __future__ import annotations
