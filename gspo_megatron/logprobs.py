@@ -51,9 +51,9 @@ def _all_reduce(x: Tensor, op: Any, group: Any) -> Tensor:
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """With z = logits / temperature: d logprob / dz_v = 1[v = label] - p_v, d entropy / dz_v = -p_v (log p_v + entropy).
+    """Value and gradient, with z = logits / temperature and p its softmax.
 
-    p is the softmax of z.
+    d logprob / dz_v = 1[v = label] - p_v;  d entropy / dz_v = -p_v (log p_v + entropy).
     """
 
     @staticmethod
