@@ -115,7 +115,7 @@ def finish_step(
         parts.append(
             f"held-out accuracy {evaluation['accuracy']:.3f} [{evaluation['low']:.3f}, {evaluation['high']:.3f}]"
         )
-    console.print("  ".join(parts))
+    console.print("  ".join(parts), soft_wrap=True)
 
 
 def main() -> None:
