@@ -31,7 +31,7 @@ from torch import Tensor
 from gspo_megatron.config import OptimizerConfig, Recipe
 from gspo_megatron.convert.families import qwen3_moe
 from gspo_megatron.convert.hf_io import TensorReader, random_tensors, read_config, write_hf_dir
-from gspo_megatron.convert.ops import Op, check_names_and_shapes
+from gspo_megatron.convert.ops import ConversionError, Op, check_names_and_shapes
 from gspo_megatron.convert.shards import Gatherer, Shard, load_shards
 from gspo_megatron.mcore.attention import PackedCoreAttention, TorchRMSNorm
 from gspo_megatron.mcore.parallel import Parallel
@@ -47,7 +47,16 @@ _CPU_CONFIG = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
 }
-_CUDA_CONFIG = {"moe_grouped_gemm": True, "bias_activation_fusion": True, "bias_dropout_fusion": True}
+_CUDA_CONFIG = {
+    "moe_grouped_gemm": True,
+    # Without it experts' outputs are summed by atomic additions, in an order that changes from call to call: the ratio
+    # of the first minibatch would not be exactly 1.
+    "moe_permute_fusion": True,
+    "bias_activation_fusion": True,
+    "bias_dropout_fusion": True,
+}
+_EXTRA_STATE = "_extra_state"
+"""In the name of what Transformer Engine keeps beside parameters: FP8 scales."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,16 +73,29 @@ class Policy:
     """Without padding."""
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """megatron-core's own description of this rank's parameters, layout-free names."""
+        """megatron-core's own description of this rank's parameters, layout-free names.
+
+        Without `_extra_state`: it is empty outside FP8, and Transformer Engine has it on modules where the CPU's
+        have none (norms), so a checkpoint that held it would load on the device that wrote it only.
+        """
+        states = [c.sharded_state_dict(metadata=checkpoint_metadata()) for c in unwrap_model(self.chunks)]
         return {
-            f"chunk{i}": chunk.sharded_state_dict(metadata=checkpoint_metadata())
-            for i, chunk in enumerate(unwrap_model(self.chunks))
+            f"chunk{i}": {name: value for name, value in state.items() if _EXTRA_STATE not in name}
+            for i, state in enumerate(states)
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy what dist_checkpointing loaded for sharded_state_dict into the parameters."""
+        """Copy what dist_checkpointing loaded for sharded_state_dict into the parameters.
+
+        Raises:
+            ConversionError: lists parameters that the state lacks, and entries that no parameter takes.
+        """
         for i, chunk in enumerate(unwrap_model(self.chunks)):
-            chunk.load_state_dict(state[f"chunk{i}"])
+            missing, unexpected = chunk.load_state_dict(state[f"chunk{i}"], strict=False)
+            problems = [f"missing {name}" for name in missing if _EXTRA_STATE not in name]
+            problems += [f"unexpected {name}" for name in unexpected]
+            if problems:
+                raise ConversionError("checkpoint does not fit the model:\n" + "\n".join(f"  {p}" for p in problems))
 
     def shards(self) -> list[Shard]:
         """This rank's parameters with their place in the global tensors; data is a view of the parameter."""
