@@ -50,14 +50,14 @@ def run_schedule(
             m.position_ids_T[None],
             None,
             labels=m.labels_T[None],
-            packed_seq_params=_packed(m),
+            packed_seq_params=_packed(m, may_pad),
             output_processor=processor,
         )
         if forward_only:
             return output, lambda out, non_loss_data: loss_func(m, out)
         return output, lambda out: loss_func(m, out)
 
-    chunks = policy.chunks
+    chunks, may_pad = policy.chunks, policy.parallel.batch_layout.padding_multiple > 1
     microbatches = [_on_device(m, policy.parallel.device) for m in microbatches]
     iterators = [iter(microbatches) for _ in chunks]
     reports: list[Any] = get_forward_backward_func()(
@@ -80,7 +80,12 @@ def _on_device(m: Microbatch, device: torch.device) -> Microbatch:
     return replace(m, **moved)
 
 
-def _packed(m: Microbatch) -> PackedSeqParams:
+def _packed(m: Microbatch, may_pad: bool) -> PackedSeqParams:
+    """Where sequences start; may_pad: padding may lie behind them.
+
+    Told nothing, Transformer Engine compares the starts on the device in every layer, and overlooks padding behind the
+    last sequence, whose output flash attention leaves unwritten.
+    """
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=m.cu_seqlens,
@@ -89,6 +94,7 @@ def _packed(m: Microbatch) -> PackedSeqParams:
         cu_seqlens_kv_padded=m.cu_seqlens_padded,
         max_seqlen_q=m.max_seqlen,
         max_seqlen_kv=m.max_seqlen,
+        pad_between_seqs=may_pad,
     )
 
 
