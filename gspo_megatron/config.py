@@ -248,6 +248,11 @@ class Recipe:
         return Path(self.rollout.groups_dir) if self.rollout.groups_dir else self.run_dir / "rollouts"
 
     @property
+    def ranks_per_server(self) -> int:
+        """SGLang processes of one server: each joins the weight push, and on GPU has its own device."""
+        return int(self.rollout.sglang.get("tp_size", 1))
+
+    @property
     def data_parallel_size(self) -> int:
         """Ranks that see different data."""
         p = self.parallel

@@ -70,17 +70,21 @@ def _argument(key: str, value: Any) -> list[str]:
     return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
-def server_environment(recipe: Recipe, inherited: Mapping[str, str]) -> dict[str, str]:
+def server_environment(recipe: Recipe, inherited: Mapping[str, str], *, cuda_devices: str = "") -> dict[str, str]:
     """The server's environment: what is inherited, less what would change results, plus what the device needs.
+
+    Args:
+        recipe: its device is used.
+        inherited: this process's environment.
+        cuda_devices: what the server sees, as CUDA_VISIBLE_DEVICES has it.
 
     Raises:
         ConfigError: an SGLANG_* variable is inherited that this project does not set to the same value.
     """
-    own: dict[str, str] = {}
+    own = {"CUDA_VISIBLE_DEVICES": cuda_devices}
     if recipe.device == "cpu":
-        own = {
+        own |= {
             DEVICE_VARIABLE: "cpu",
-            "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",  # tiny matmuls: two threads are ten times slower than one
             "SGLANG_USE_CPU_ENGINE": "1",
@@ -124,7 +128,16 @@ class Engine:
         )
 
     @classmethod
-    def start(cls, recipe: Recipe, *, model_dir: Path, port: int, log_path: Path, weight_version: int = 0) -> Engine:
+    def start(
+        cls,
+        recipe: Recipe,
+        *,
+        model_dir: Path,
+        port: int,
+        log_path: Path,
+        weight_version: int = 0,
+        cuda_devices: str = "",
+    ) -> Engine:
         """Start a server in a session of its own; returns at once, wait_ready waits.
 
         Args:
@@ -133,11 +146,12 @@ class Engine:
             port: HTTP port; 0 takes a free one.
             log_path: receives everything that the server prints.
             weight_version: version that the weights in model_dir have.
+            cuda_devices: what the server sees, as CUDA_VISIBLE_DEVICES has it (process.assign_devices).
 
         Raises:
             ConfigError: the port is in use, or the environment holds foreign SGLANG_* variables.
         """
-        environment = server_environment(recipe, os.environ)
+        environment = server_environment(recipe, os.environ, cuda_devices=cuda_devices)
         port = take_port(recipe.cluster.host, port)
         module = "gspo_megatron.sglang_cpu" if recipe.device == "cpu" else "sglang.launch_server"
         arguments = server_arguments(recipe, model_dir=model_dir, port=port, weight_version=weight_version)

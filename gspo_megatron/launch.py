@@ -23,7 +23,7 @@ from rich.console import Console
 from gspo_megatron.cold_start import cold_start_dir
 from gspo_megatron.config import ConfigError, Recipe, dump_recipe, load_recipe
 from gspo_megatron.engine import Engine, RolloutError, take_port
-from gspo_megatron.process import Torchrun, trainer_environment
+from gspo_megatron.process import Torchrun, assign_devices, trainer_environment
 
 ERROR_PREFIX = "error: "
 GRACE_S = 15.0
@@ -169,9 +169,12 @@ def start_servers(
 ) -> list[Engine]:
     """Start a SGLang server on each port and wait until each answers."""
     engines = []
-    for i, port in enumerate(ports):
+    _, *devices = assign_devices(recipe, os.environ)
+    for i, (port, cuda_devices) in enumerate(zip(ports, devices, strict=True)):
         log_path = recipe.run_dir / "logs" / f"server_{i}.log"
-        engine = Engine.start(recipe, model_dir=model_dir, port=port, log_path=log_path)
+        engine = Engine.start(
+            recipe, model_dir=model_dir, port=port, log_path=log_path, cuda_devices=cuda_devices
+        )
         stack.callback(engine.stop)
         engines.append(engine)
     for engine in engines:
@@ -184,13 +187,14 @@ def start_servers(
 def start_torchrun(recipe: Recipe, module: str, arguments: list[str], log_name: str, stack: ExitStack) -> Torchrun:
     """Start the trainer's ranks; the stack stops them."""
     host = recipe.cluster.host
+    cuda_devices = assign_devices(recipe, os.environ)[0]
     torchrun = Torchrun(
         module,
         arguments,
         num_ranks=recipe.cluster.trainer_ranks,
         host=host,
         port=take_port(host, 0),
-        environment=trainer_environment(recipe.device, os.environ),
+        environment=trainer_environment(recipe.device, os.environ, cuda_devices=cuda_devices),
         log_path=recipe.run_dir / "logs" / f"{log_name}.log",
     )
     stack.callback(torchrun.stop)

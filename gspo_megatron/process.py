@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from gspo_megatron.config import ConfigError
+from gspo_megatron.config import ConfigError, Recipe
 
 PR_SET_PDEATHSIG = 1
 
@@ -68,8 +69,38 @@ class Torchrun:
         self.process.wait()
 
 
-def trainer_environment(device: str, inherited: Mapping[str, str]) -> dict[str, str]:
+def assign_devices(recipe: Recipe, inherited: Mapping[str, str]) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of the trainer, then of each server of this node; no device is given twice.
+
+    The trainer's ranks take the first devices, one each; every server the next ones. With `device: cpu` all are "".
+
+    Raises:
+        ConfigError: CUDA_VISIBLE_DEVICES is inherited and lists fewer devices than the recipe wants.
+    """
+    cluster = recipe.cluster
+    counts = [cluster.trainer_ranks] + [recipe.ranks_per_server] * cluster.rollout_servers
+    if recipe.device == "cpu":
+        return [""] * len(counts)
+    devices = [str(i) for i in range(sum(counts))]
+    if "CUDA_VISIBLE_DEVICES" in inherited:
+        devices = [name for name in inherited["CUDA_VISIBLE_DEVICES"].split(",") if name]
+    if len(devices) < sum(counts):
+        raise ConfigError(
+            f"cluster: wants {cluster.trainer_ranks} CUDA devices for trainer_ranks and {cluster.rollout_servers} x "
+            f"{recipe.ranks_per_server} for rollout_servers, CUDA_VISIBLE_DEVICES lists {len(devices)}; "
+            "ask for more devices, or set fewer ranks, servers or rollout.sglang.tp_size"
+        )
+    remaining = iter(devices)
+    return [",".join(itertools.islice(remaining, count)) for count in counts]
+
+
+def trainer_environment(device: str, inherited: Mapping[str, str], *, cuda_devices: str = "") -> dict[str, str]:
     """The ranks' environment: what is inherited, plus what the device needs.
+
+    Args:
+        device: the recipe's.
+        inherited: this process's environment.
+        cuda_devices: what the ranks see, as CUDA_VISIBLE_DEVICES has it.
 
     Raises:
         ConfigError: an inherited NVTE_* variable would change what Transformer Engine computes.
@@ -78,8 +109,11 @@ def trainer_environment(device: str, inherited: Mapping[str, str]) -> dict[str, 
     if foreign:
         raise ConfigError(f"environment: {', '.join(foreign)}: changes results and is not in the recipe; unset it")
     own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    if device == "cpu":
-        own |= {"CUDA_VISIBLE_DEVICES": ""}
-    else:
-        own |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # megatron-core's overlap of tensor-parallel communication
+    own |= {"CUDA_VISIBLE_DEVICES": cuda_devices}
+    if device == "cuda":
+        own |= {
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core's overlap of tensor-parallel communication
+            # SGLang runs with 0 unless told otherwise, and ranks of one NCCL group (the weight push) must agree.
+            "NCCL_CUMEM_ENABLE": inherited.get("NCCL_CUMEM_ENABLE", "0"),
+        }
     return {**inherited, **own}

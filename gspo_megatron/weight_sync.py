@@ -91,8 +91,7 @@ class WeightSync:
 
         host = recipe.cluster.host
         port = take_port(host, 0)
-        ranks_per_server = int(recipe.rollout.sglang.get("tp_size", 1))
-        world_size = 1 + ranks_per_server * len(self._urls)
+        world_size = 1 + recipe.ranks_per_server * len(self._urls)
         backend = "nccl" if recipe.device == "cuda" else "gloo"
 
         timeout = datetime.timedelta(seconds=self._timeout_s)
@@ -113,7 +112,7 @@ class WeightSync:
             await server.init_weights_update_group(
                 master_address=host,
                 master_port=port,
-                rank_offset=1 + ranks_per_server * self._urls.index(server.url),
+                rank_offset=1 + recipe.ranks_per_server * self._urls.index(server.url),
                 world_size=world_size,
                 group_name=GROUP_NAME,
                 backend=backend,

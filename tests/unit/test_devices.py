@@ -1,0 +1,52 @@
+"""Which CUDA devices the trainer and each server get, and what their processes are told."""
+
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.config import ConfigError, load_recipe
+from gspo_megatron.engine import server_environment
+from gspo_megatron.process import assign_devices, trainer_environment
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+CUDA = ("device=cuda", "cluster.trainer_ranks=2", "cluster.rollout_servers=2")
+
+
+def recipe_with(*overrides):
+    return load_recipe(RECIPES / "gspo-tiny-moe-cpu.yaml", [f"model.hf_dir={RECIPES / 'tiny-moe'}", *overrides])
+
+
+def test_trainer_and_servers_share_no_device():
+    assert assign_devices(recipe_with(*CUDA), {}) == ["0,1", "2", "3"]
+    two_each = recipe_with(*CUDA, "rollout.sglang={tp_size: 2}")
+    assert assign_devices(two_each, {}) == ["0,1", "2,3", "4,5"]
+
+
+def test_devices_come_from_the_inherited_list_in_its_order():
+    recipe = recipe_with(*CUDA)
+    assert assign_devices(recipe, {"CUDA_VISIBLE_DEVICES": "7,5,GPU-a,1,0"}) == ["7,5", "GPU-a", "1"]
+
+
+def test_too_few_devices_are_refused_with_both_numbers():
+    with pytest.raises(ConfigError, match="2 CUDA devices for trainer_ranks and 2 x 1 for .* lists 3"):
+        assign_devices(recipe_with(*CUDA), {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+    with pytest.raises(ConfigError, match="lists 0"):
+        assign_devices(recipe_with(*CUDA), {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_on_cpu_nobody_gets_a_device():
+    recipe = recipe_with("cluster.rollout_servers=2")
+    assert assign_devices(recipe, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == ["", "", ""]
+
+
+def test_processes_see_their_own_devices_only():
+    inherited = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    trainer = trainer_environment("cuda", inherited, cuda_devices="0,1")
+    server = server_environment(recipe_with(*CUDA), inherited, cuda_devices="2")
+    assert (trainer["CUDA_VISIBLE_DEVICES"], server["CUDA_VISIBLE_DEVICES"]) == ("0,1", "2")
+
+
+def test_trainer_agrees_with_the_server_on_how_nccl_allocates():
+    # SGLang takes NCCL_CUMEM_ENABLE=0 where it inherits none; one NCCL group wants one value.
+    assert trainer_environment("cuda", {}, cuda_devices="0")["NCCL_CUMEM_ENABLE"] == "0"
+    assert trainer_environment("cuda", {"NCCL_CUMEM_ENABLE": "1"}, cuda_devices="0")["NCCL_CUMEM_ENABLE"] == "1"
