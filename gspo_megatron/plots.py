@@ -288,7 +288,7 @@ def plot_seconds(run: Run) -> Figure | None:
             base = base + values
     ax.set_ylabel("seconds per rollout step")
     ax.set_ylim(bottom=0)
-    _legend_below(fig, ax, 4)
+    _legend_below(fig, ax, 3)
     return fig
 
 
