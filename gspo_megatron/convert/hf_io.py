@@ -33,13 +33,15 @@ def read_config(hf_dir: Path) -> dict[str, Any]:
     """config.json of a directory.
 
     Raises:
-        ConversionError: absent or not JSON.
+        ConversionError: absent, or not a JSON object.
     """
     path = hf_dir / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not JSON, not text
         raise ConversionError(f"{path}: {error}") from error
+    if not isinstance(config, dict):
+        raise ConversionError(f"{path}: holds a {type(config).__name__}, wants an object with the model's keys")
     return config
 
 

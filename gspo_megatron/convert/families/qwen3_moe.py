@@ -15,15 +15,18 @@ MODEL_TYPE = "qwen3_moe"
 # Keys that do not change the forward pass, or that the recipe decides (dtype, auxiliary loss).
 _IGNORED = frozenset(
     "architectures model_type dtype torch_dtype transformers_version use_cache bos_token_id eos_token_id pad_token_id "
-    "initializer_range output_router_logits router_aux_loss_coef max_window_layers sliding_window "
+    "output_router_logits router_aux_loss_coef max_window_layers sliding_window "
     "max_position_embeddings intermediate_size id2label label2id return_dict output_hidden_states "
     "output_attentions chunk_size_feed_forward is_encoder_decoder problem_type layer_types".split()
 )
-_READ = frozenset(
-    "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim num_experts "
-    "num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob rms_norm_eps tie_word_embeddings "
-    "rope_theta rope_parameters rope_scaling".split()
+# Keys without which the model is not known: transformers' defaults for some of them are another model's.
+_NEEDED = (
+    "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim num_experts_per_tok "
+    "moe_intermediate_size norm_topk_prob rms_norm_eps tie_word_embeddings initializer_range".split()
 )
+# transformers 4 and 5 spell these differently.
+_READ = {*_NEEDED, "num_experts", "num_local_experts", "rope_theta", "rope_parameters", "rope_scaling"}
+_ROPE_KEYS = {"rope_type", "rope_theta"}
 # Keys with one value that this family's operation list and specification implement.
 _REQUIRED = {
     "attention_bias": False,
@@ -55,8 +58,13 @@ def transformer_config(hf: dict[str, Any]) -> tuple[dict[str, Any], ModelArgumen
     """
     problems = [f"{k}: not understood" for k in hf if k not in _IGNORED | _READ | set(_REQUIRED)]
     problems += [f"{k}={hf[k]!r}: only {v!r} is implemented" for k, v in _REQUIRED.items() if k in hf and hf[k] != v]
-    rope = hf.get("rope_parameters") or {"rope_type": "default", "rope_theta": hf.get("rope_theta", 1.0e6)}
-    if rope.get("rope_type", "default") != "default" or hf.get("rope_scaling"):
+    problems += [f"{k}: missing" for k in _NEEDED if k not in hf]
+    if "num_experts" not in hf and "num_local_experts" not in hf:
+        problems.append("num_experts or num_local_experts: missing")
+    rope = hf.get("rope_parameters") or {"rope_theta": hf.get("rope_theta")}
+    if not rope.get("rope_theta"):
+        problems.append("rope_theta: missing, at the top or in rope_parameters")
+    if rope.get("rope_type", "default") != "default" or set(rope) - _ROPE_KEYS or hf.get("rope_scaling"):
         problems.append(f"rope scaling {hf.get('rope_scaling') or rope}: only the default RoPE is implemented")
     if hf.get("model_type") != MODEL_TYPE:
         problems.append(f"model_type={hf.get('model_type')!r}: wants {MODEL_TYPE!r}")

@@ -1,0 +1,267 @@
+"""Conversion operations on weights whose every value is different, so that a swap shows; and Qwen3-MoE's table."""
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gspo_megatron.convert.families.qwen3_moe import op_list, transformer_config
+from gspo_megatron.convert.hf_io import TensorReader, read_config
+from gspo_megatron.convert.ops import (
+    ConversionError,
+    FuseQKV,
+    Op,
+    PadVocab,
+    Rename,
+    StackExperts,
+    check_names_and_shapes,
+)
+
+TINY = Path(__file__).parents[2] / "recipes" / "tiny-moe"
+QWEN3_30B_A3B = json.loads("""
+{
+  "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+  "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960,
+  "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+  "norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+  "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-06,
+  "rope_scaling": null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null,
+  "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true,
+  "use_sliding_window": false, "vocab_size": 151936
+}
+""")
+OPS: dict[str, Op] = {
+    "rename": Rename("m", "h", (3, 5)),
+    "qkv": FuseQKV("m", ("q", "k", "v"), num_heads=6, num_groups=2, head_dim=3, hidden=5),
+    "qkv_without_groups": FuseQKV("m", ("q", "k", "v"), num_heads=4, num_groups=4, head_dim=2, hidden=5),
+    "gate_up": StackExperts("m", tuple(f"{e}.{p}" for e in range(3) for p in ("gate", "up")), 2, (4, 5)),
+    "down": StackExperts("m", tuple(f"{e}.down" for e in range(3)), 1, (5, 4)),
+    "vocab": PadVocab("m", "h", (7, 5), 12),
+    "vocab_without_padding": PadVocab("m", "h", (8, 5), 8),
+}
+
+
+def arange_tensors(ops: list[Op]) -> dict[str, Tensor]:
+    """One running number over all tensors, exact in float32."""
+    tensors, first = {}, 1
+    for op in ops:
+        for name, shape in zip(op.hf_names, op.hf_shapes, strict=True):
+            tensors[name] = torch.arange(first, first + prod(shape), dtype=torch.float32).view(shape)
+            first += prod(shape)
+    assert first < 2**24
+    return tensors
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_there_and_back_is_bitwise(name: str) -> None:
+    op = OPS[name]
+    tensors = arange_tensors([op])
+    mcore = op.to_mcore([tensors[n] for n in op.hf_names])
+    back = op.to_hf(mcore)
+    assert all(t.is_contiguous() for t in back)
+    for n, tensor in zip(op.hf_names, back, strict=True):
+        assert torch.equal(tensor, tensors[n]), n
+    assert torch.equal(op.to_mcore(back), mcore)
+
+
+def test_qkv_holds_per_group_its_queries_then_its_key_then_its_value() -> None:
+    heads, groups, head_dim = 6, 2, 3
+    op = FuseQKV("m", ("q", "k", "v"), heads, groups, head_dim, hidden=5)
+    q, k, v = arange_tensors([op]).values()
+    rows = []
+    for group in range(groups):
+        for head in range(heads):
+            if head // (heads // groups) == group:  # query heads of one group are neighbours in Hugging Face
+                rows += [q[head * head_dim + i] for i in range(head_dim)]
+        rows += [k[group * head_dim + i] for i in range(head_dim)]
+        rows += [v[group * head_dim + i] for i in range(head_dim)]
+    assert torch.equal(op.to_mcore([q, k, v]), torch.stack(rows))
+
+
+def test_experts_are_stacked_in_order_with_gate_before_up() -> None:
+    op = OPS["gate_up"]
+    tensors = arange_tensors([op])
+    stacked = op.to_mcore([tensors[n] for n in op.hf_names])
+    assert stacked.shape == (3, 8, 5)
+    for expert in range(3):
+        assert torch.equal(stacked[expert, :4], tensors[f"{expert}.gate"])
+        assert torch.equal(stacked[expert, 4:], tensors[f"{expert}.up"])
+
+
+def test_vocabulary_padding_is_zero_in_megatron_and_ignored_on_the_way_back() -> None:
+    op = OPS["vocab"]
+    tensors = arange_tensors([op])
+    padded = op.to_mcore([tensors["h"]])
+    assert padded.shape == (12, 5) and padded[7:].count_nonzero() == 0
+    padded[7:] = torch.nan  # whatever training left there
+    assert torch.equal(op.to_hf(padded)[0], tensors["h"])
+
+
+@pytest.fixture(scope="module")
+def by_transformers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tiny model as transformers writes it (a tensor per expert and projection) and holds it (experts fused)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("transformers")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY))
+    model.save_pretrained(folder)
+    reader = TensorReader(folder)
+    return {name: reader(name) for name in reader.shapes()}, model.state_dict()
+
+
+def test_table_has_the_names_and_shapes_that_transformers_writes(
+    by_transformers: tuple[dict[str, Tensor], dict[str, Tensor]],
+) -> None:
+    saved, _ = by_transformers
+    ops = op_list(read_config(TINY), padded_vocab_size=48)
+    names = [name for op in ops for name in op.hf_names]
+    assert len(names) == len(set(names)) and len({op.mcore_name for op in ops}) == len(ops)
+    table = {name: shape for op in ops for name, shape in zip(op.hf_names, op.hf_shapes, strict=True)}
+    assert table == {name: tuple(tensor.shape) for name, tensor in saved.items()}
+
+
+def test_table_stacks_experts_as_transformers_holds_them(
+    by_transformers: tuple[dict[str, Tensor], dict[str, Tensor]],
+) -> None:
+    saved, held = by_transformers
+    table = {op.mcore_name: op for op in op_list(read_config(TINY), padded_vocab_size=48)}
+    for layer in range(4):
+        for mcore_part, hf_part in (("linear_fc1.weight", "gate_up_proj"), ("linear_fc2.weight", "down_proj")):
+            op = table[f"decoder.layers.{layer}.mlp.experts.experts.{mcore_part}"]
+            stacked = op.to_mcore([saved[name] for name in op.hf_names])
+            assert torch.equal(stacked, held[f"model.layers.{layer}.mlp.experts.{hf_part}"])
+
+
+def test_whole_model_there_and_back_is_bitwise() -> None:
+    hf_config = read_config(TINY)
+    for padded in (48, 64):
+        ops = op_list(hf_config, padded_vocab_size=padded)
+        tensors = arange_tensors(ops)
+        for op in ops:
+            back = op.to_hf(op.to_mcore([tensors[n] for n in op.hf_names]))
+            for name, tensor in zip(op.hf_names, back, strict=True):
+                assert torch.equal(tensor, tensors.pop(name)), name
+        assert tensors == {}
+
+
+def test_tied_embeddings_leave_out_the_head() -> None:
+    untied = {op.mcore_name for op in op_list(read_config(TINY), padded_vocab_size=48)}
+    tied = {op.mcore_name for op in op_list(read_config(TINY) | {"tie_word_embeddings": True}, padded_vocab_size=48)}
+    assert untied - tied == {"output_layer.weight"}
+
+
+def test_check_lists_what_is_missing_surplus_and_misshapen() -> None:
+    ops = [Rename("m1", "one", (2, 3)), FuseQKV("m2", ("q", "k", "v"), 4, 2, 3, 5), Rename("m3", "two", (4,))]
+    found = {name: tuple(tensor.shape) for name, tensor in arange_tensors(ops).items()}
+    check_names_and_shapes(ops, found, "here")
+    del found["one"]
+    found |= {"k": (5, 6), "extra.bias": (9,)}
+    with pytest.raises(ConversionError) as error:
+        check_names_and_shapes(ops, found, "some/folder")
+    assert str(error.value).splitlines() == [
+        "some/folder: 3 tensor(s) do not fit config.json",
+        "  missing one (2, 3)",
+        "  surplus extra.bias (9,)",
+        "  k has shape (5, 6), config.json wants (6, 5)",
+    ]
+
+
+def test_check_of_a_wholly_other_model_stays_readable() -> None:
+    ops = op_list(read_config(TINY), padded_vocab_size=48)
+    with pytest.raises(ConversionError) as error:
+        check_names_and_shapes(ops, {}, "here")
+    lines = str(error.value).splitlines()
+    assert len(lines) == 22 and lines[0].startswith("here: 135 tensor(s)") and lines[-1] == "  ... and 115 more"
+
+
+def test_published_30b_config_is_understood_in_full() -> None:
+    fields, arguments = transformer_config(QWEN3_30B_A3B)
+    want = {
+        "num_layers": 48,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_query_groups": 4,
+        "kv_channels": 128,
+        "num_moe_experts": 128,
+        "moe_ffn_hidden_size": 768,
+        "moe_router_topk": 8,
+        "moe_router_pre_softmax": False,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-6,
+        "qk_layernorm": True,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "init_method_std": 0.02,
+    }
+    assert want.items() <= fields.items()
+    assert (arguments.vocab_size, arguments.rotary_base, arguments.initializer_range) == (151936, 1e6, 0.02)
+    assert arguments.share_embeddings_and_output_weights is False
+
+
+def test_30b_table_has_every_parameter() -> None:
+    for padded in (151936, 152064):
+        ops = op_list(QWEN3_30B_A3B, padded_vocab_size=padded)
+        assert sum(prod(shape) for op in ops for shape in op.hf_shapes) == 30_532_122_624
+
+
+def test_both_spellings_of_transformers_give_the_same_arguments() -> None:
+    newer = {k: v for k, v in QWEN3_30B_A3B.items() if k not in ("rope_theta", "rope_scaling", "num_experts")}
+    newer |= {"num_local_experts": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    assert transformer_config(newer) == transformer_config(QWEN3_30B_A3B)
+    other = newer | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    assert transformer_config(other)[1].rotary_base == 5e5
+
+
+def test_gates_that_are_not_renormalised_come_from_the_full_softmax() -> None:
+    fields, _ = transformer_config(QWEN3_30B_A3B | {"norm_topk_prob": False})
+    assert fields["moe_router_pre_softmax"] is True
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"n_shared_experts": 1}, "n_shared_experts: not understood"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: not understood"),
+        ({"attention_bias": True}, "attention_bias=True: only False is implemented"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1: only 0.0 is implemented"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers=[0]: only [] is implemented"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2: only 1 is implemented"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu': only 'silu' is implemented"),
+        ({"use_sliding_window": True}, "use_sliding_window=True: only False is implemented"),
+        ({"model_type": "qwen3"}, "model_type='qwen3': wants 'qwen3_moe'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "only the default RoPE is implemented"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "only the default RoPE is implemented"),
+        ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "only the default RoPE"),
+    ],
+)
+def test_config_that_means_another_model_is_refused(edit: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConversionError) as error:
+        transformer_config(QWEN3_30B_A3B | edit)
+    title, *problems = str(error.value).splitlines()
+    assert title == "config.json:" and len(problems) == 1
+    assert message in problems[0]
+
+
+@pytest.mark.parametrize("key", ["head_dim", "norm_topk_prob", "rope_theta", "num_experts", "vocab_size"])
+def test_config_without_a_key_that_decides_the_model_is_refused(key: str) -> None:
+    with pytest.raises(ConversionError, match=f"  {key}.*: missing"):
+        transformer_config({k: v for k, v in QWEN3_30B_A3B.items() if k != key})
+
+
+def test_rope_without_its_base_is_refused() -> None:
+    with pytest.raises(ConversionError, match="rope_theta.*: missing"):
+        transformer_config(QWEN3_30B_A3B | {"rope_parameters": {"rope_type": "default"}})
+
+
+def test_all_problems_of_a_config_come_at_once() -> None:
+    config = QWEN3_30B_A3B | {"attention_bias": True, "n_shared_experts": 1}
+    del config["head_dim"]
+    with pytest.raises(ConversionError) as error:
+        transformer_config(config)
+    assert len(str(error.value).splitlines()) == 4
