@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,14 @@ from gspo_megatron.process import Torchrun, assign_devices, trainer_environment
 ERROR_PREFIX = "error: "
 GRACE_S = 15.0
 """After a server died the trainer gets this long to say so itself."""
+
+
+# What torchrun prints of a failed rank in its closing summary: (rank, what it knows).
+_TORCHRUN_FAILURE = re.compile(r"^  rank +: (\d+) .*\n(?:  .*\n)*?  traceback : (.*)$", re.MULTILINE)
+_TRACEBACK = "Traceback (most recent call last):"
+_FOLLOWING_SIGNALS = ("Signal 15 ", "Signal 6 ")
+"""torchrun's own to the other ranks; an abort, which a rank does itself after it said why."""
+_FOLLOWING_ERRORS = ("ChildFailedError", "RankZeroFailed")
 
 
 class RunError(RuntimeError):
@@ -84,7 +93,7 @@ def run(recipe: Recipe, console: Console, *, only: str | None = None) -> None:
     config_path = prepare_run_dir(recipe, console)
     model_dir = ensure_cold_start(recipe, config_path, console)
     with ExitStack() as stack:
-        engines = start_servers(recipe, model_dir, ports, stack, console)
+        engines = start_servers(recipe, model_dir, ports, stack, console) if ports else []
         if only == "rollout":
             rollout_only(recipe, [e.url for e in engines], console)
             return
@@ -225,14 +234,35 @@ def watch(trainer: Torchrun, engines: Sequence[Engine]) -> None:
 
 
 def cause_of(log_path: Path) -> str:
-    """The line of a trainer's log that says why it ended."""
-    lines = log_path.read_text(errors="replace").splitlines()
+    """The line of a trainer's log that says why it ended.
+
+    In this order: a rank's own error message, with its indented lines; a signal that nobody here sent; the exception
+    of the rank that torchrun saw failing first; any signal.
+    """
+    log = log_path.read_text(errors="replace")
+    lines = log.splitlines()
     for i, line in enumerate(lines):
         if line.startswith(ERROR_PREFIX):
             return "\n".join([line.removeprefix(ERROR_PREFIX), *_continued(lines[i + 1 :])])
-    killed = [line for line in lines if "Signal" in line and "received by PID" in line]
-    raised = [line for line in lines if ("Error" in line or "Failed" in line) and not line.startswith((" ", "["))]
-    return (killed or raised or lines or ["no output"])[-1].strip()
+    failures = _TORCHRUN_FAILURE.findall(log)  # the first in time is the last in torchrun's summary
+    signals = [(rank, what) for rank, what in failures if what.startswith("Signal")]
+    killed = [f"rank {rank}: {what}" for rank, what in signals if not what.startswith(_FOLLOWING_SIGNALS)]
+    raised = _exceptions(lines, first_rank=failures[-1][0] if failures else None)
+    ended = [f"rank {rank}: {what}" for rank, what in signals] or [f"rank {rank} said nothing" for rank, _ in failures]
+    return (killed or raised or ended or lines or ["no output"])[-1].strip()
+
+
+def _exceptions(lines: list[str], *, first_rank: str | None) -> list[str]:
+    """Last line of each traceback: those of first_rank if it has any, without the errors that only report others."""
+    found = []
+    for i, line in enumerate(lines):
+        if not line.endswith(_TRACEBACK):
+            continue
+        prefix = line.removesuffix(_TRACEBACK)  # torch writes "[rank1]: " once the process group exists
+        rest = (text.removeprefix(prefix) for text in lines[i + 1 :] if text.startswith(prefix))
+        found.append((prefix, next((text for text in rest if not text.startswith(" ")), "")))
+    own = [(prefix, text) for prefix, text in found if not any(name in text for name in _FOLLOWING_ERRORS)]
+    return [text for prefix, text in own if prefix == f"[rank{first_rank}]: "] or [text for _, text in own]
 
 
 def _continued(lines: list[str]) -> list[str]:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from gspo_megatron.config import ConfigError, Recipe
 from gspo_megatron.convert.ops import ConversionError
+from gspo_megatron.process import die_with_parent
 
 ERROR_PREFIX = "error: "
 """launch.py shows the first line of the log that starts so."""
@@ -29,6 +30,7 @@ def run_rank(
         body: takes the console; imports Megatron inside.
         expected_errors: beyond ConfigError and ConversionError.
     """
+    die_with_parent()  # torchrun ends its ranks unless it is killed itself
     if recipe.device == "cpu":
         from gspo_megatron.mcore import cpu
 
