@@ -36,6 +36,9 @@ def cold_start_dir(recipe: Recipe) -> Path:
     parts["files"] = [
         hashlib.sha256((hf_dir / name).read_bytes()).hexdigest() for name in ("config.json", "tokenizer.json")
     ]
+    if recipe.model.init == "weights":  # gigabytes: known by size and time of writing
+        stats = {file.name: file.stat() for file in sorted(hf_dir.glob("*.safetensors"))}
+        parts["weights"] = {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
     return Path(recipe.output_dir) / f"cold-start-{digest}"
 
