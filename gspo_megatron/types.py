@@ -165,12 +165,16 @@ def load_groups(path: Path) -> list[RolloutGroup]:
     """Read what save_groups wrote.
 
     Raises:
-        ValueError: the file is missing or a line is not a group; the message names file and line.
+        ValueError: the file is missing or no text, or a line is not a group; the message names file and line.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file of rollout groups; a run writes it under runs/<name>/rollouts")
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not text, wants JSON lines of rollout groups ({error})") from error
     groups = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
             prompt = Prompt(**{**record["prompt"], "token_ids": tuple(record["prompt"]["token_ids"])})
