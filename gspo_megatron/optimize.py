@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 
 from gspo_megatron.loss import LossOutput
 from gspo_megatron.mcore.model import Policy
 from gspo_megatron.mcore.schedule import broadcast_from_last_stage, run_schedule
 from gspo_megatron.mismatch import mismatch_per_response
-from gspo_megatron.types import Microbatch, NonFiniteError, TrainBatch, save_microbatches
+from gspo_megatron.types import Microbatch, NonFiniteError, TrainBatch
 
 LossFn = Callable[[Tensor, Microbatch], LossOutput]
 
@@ -137,6 +138,18 @@ def add_old_logprobs(
         ]
         filled.append(replace(batch, microbatches=microbatches))
     return filled
+
+
+def save_microbatches(batch: TrainBatch, path: Path) -> None:
+    """Write this rank's microbatches as safetensors, names `<microbatch>.<field>`; to look into a failed step."""
+    tensors = {
+        f"{i}.{f.name}": value.contiguous().cpu()
+        for i, microbatch in enumerate(batch.microbatches)
+        for f in fields(microbatch)
+        if (value := getattr(microbatch, f.name)) is not None and not isinstance(value, int)
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path)
 
 
 def _per_response_sum(values_T: Tensor, microbatch: Microbatch) -> Tensor:

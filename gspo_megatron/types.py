@@ -6,7 +6,7 @@ Shapes: B = responses of the microbatch, T = packed tokens on this rank, S = seg
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,20 +145,6 @@ def save_groups(groups: list[RolloutGroup], path: Path) -> None:
         for group in groups:
             f.write(json.dumps(asdict(group)) + "\n")
     tmp.rename(path)
-
-
-def save_microbatches(batch: TrainBatch, path: Path) -> None:
-    """Write this rank's microbatches as safetensors, names `<microbatch>.<field>`; to look into a failed step."""
-    from safetensors.torch import save_file
-
-    tensors = {
-        f"{i}.{f.name}": value.contiguous().cpu()
-        for i, microbatch in enumerate(batch.microbatches)
-        for f in fields(microbatch)
-        if (value := getattr(microbatch, f.name)) is not None and not isinstance(value, int)
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path)
 
 
 def load_groups(path: Path) -> list[RolloutGroup]:
