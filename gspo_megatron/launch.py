@@ -31,12 +31,11 @@ GRACE_S = 15.0
 """After a server died the trainer gets this long to say so itself."""
 
 
-# What torchrun prints of a failed rank in its closing summary: (rank, what it knows).
-_TORCHRUN_FAILURE = re.compile(r"^  rank +: (\d+) .*\n(?:  .*\n)*?  traceback : (.*)$", re.MULTILINE)
-_TRACEBACK = "Traceback (most recent call last):"
-_FOLLOWING_SIGNALS = ("Signal 15 ", "Signal 6 ")
+_SIGNAL = re.compile(r"Signal (\d+) \(\w+\) received by PID \d+")
+"""How torchrun's closing summary names a rank that was killed."""
+_FOLLOWING_SIGNALS = (signal.SIGTERM, signal.SIGABRT)
 """torchrun's own to the other ranks; an abort, which a rank does itself after it said why."""
-_FOLLOWING_ERRORS = ("ChildFailedError", "RankZeroFailed")
+_EXCEPTION = re.compile(r"^(\w+\.)*\w*(Error|Exception)\b.*")
 
 
 class RunError(RuntimeError):
@@ -234,40 +233,18 @@ def watch(trainer: Torchrun, engines: Sequence[Engine]) -> None:
 
 
 def cause_of(log_path: Path) -> str:
-    """The line of a trainer's log that says why it ended.
-
-    In this order: a rank's own error message, with its indented lines; a signal that nobody here sent; the exception
-    of the rank that torchrun saw failing first; any signal.
-    """
+    """Why a trainer ended, from its log: a signal from outside, else the first error that a rank printed."""
     log = log_path.read_text(errors="replace")
+    for found in _SIGNAL.finditer(log):
+        if int(found[1]) not in _FOLLOWING_SIGNALS:
+            return found[0]
     lines = log.splitlines()
     for i, line in enumerate(lines):
         if line.startswith(ERROR_PREFIX):
-            return "\n".join([line.removeprefix(ERROR_PREFIX), *_continued(lines[i + 1 :])])
-    failures = _TORCHRUN_FAILURE.findall(log)  # the first in time is the last in torchrun's summary
-    signals = [(rank, what) for rank, what in failures if what.startswith("Signal")]
-    killed = [f"rank {rank}: {what}" for rank, what in signals if not what.startswith(_FOLLOWING_SIGNALS)]
-    raised = _exceptions(lines, first_rank=failures[-1][0] if failures else None)
-    ended = [f"rank {rank}: {what}" for rank, what in signals] or [f"rank {rank} said nothing" for rank, _ in failures]
-    return (killed or raised or ended or lines or ["no output"])[-1].strip()
-
-
-def _exceptions(lines: list[str], *, first_rank: str | None) -> list[str]:
-    """Last line of each traceback: those of first_rank if it has any, without the errors that only report others."""
-    found = []
-    for i, line in enumerate(lines):
-        if not line.endswith(_TRACEBACK):
-            continue
-        prefix = line.removesuffix(_TRACEBACK)  # torch writes "[rank1]: " once the process group exists
-        rest = (text.removeprefix(prefix) for text in lines[i + 1 :] if text.startswith(prefix))
-        found.append((prefix, next((text for text in rest if not text.startswith(" ")), "")))
-    own = [(prefix, text) for prefix, text in found if not any(name in text for name in _FOLLOWING_ERRORS)]
-    return [text for prefix, text in own if prefix == f"[rank{first_rank}]: "] or [text for _, text in own]
-
-
-def _continued(lines: list[str]) -> list[str]:
-    """Indented lines that belong to an error message."""
-    return list(itertools.takewhile(lambda line: line.startswith("  "), lines))
+            details = itertools.takewhile(lambda text: text.startswith("  "), lines[i + 1 :])
+            return "\n".join([line.removeprefix(ERROR_PREFIX), *details])
+    # A rank that failed before run_rank took over, in an import for instance.
+    return next((line for line in lines if _EXCEPTION.match(line)), lines[-1] if lines else "no output")
 
 
 def rollout_only(recipe: Recipe, urls: list[str], console: Console) -> None:

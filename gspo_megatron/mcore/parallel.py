@@ -15,12 +15,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from gspo_megatron.batch import BatchLayout
 from gspo_megatron.config import Recipe
+from gspo_megatron.mcore.rank import RankZeroFailed
 
 T = TypeVar("T")
-
-
-class RankZeroFailed(RuntimeError):
-    """Rank 0 raised in on_rank_0; it reports the cause, this rank only stops with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

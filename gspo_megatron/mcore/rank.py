@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,17 @@ ERROR_PREFIX = "error: "
 """launch.py shows the first line of the log that starts so."""
 
 
+class RankZeroFailed(RuntimeError):
+    """Rank 0 raised in Parallel.on_rank_0; it reports the cause, this rank only stops with it."""
+
+
 def run_rank(
     recipe: Recipe, body: Callable[[Console], None], *, expected_errors: Sequence[type[Exception]] = ()
 ) -> None:
-    """Run body and exit the process with its status.
+    """Run body; a failure ends the process with status 1.
 
-    Only rank 0's console writes. An expected error becomes one line on stderr, anything else a traceback.
+    Only rank 0's console writes. Every error is one line on stderr that launch.py can show; one that is not expected
+    has its traceback before it, and a rank that only stops because rank 0 failed says nothing.
 
     Args:
         recipe: decides the device.
@@ -39,12 +45,20 @@ def run_rank(
     rank = int(os.environ["RANK"])
     console = Console(quiet=rank != 0, highlight=False)
     known: tuple[type[Exception], ...] = (ConfigError, ConversionError, *expected_errors)
+    sys.excepthook = _print_unexpected
     try:
         body(console)
+    except RankZeroFailed:
+        os._exit(1)  # without the process group's clean-up: others may be in a collective, and torchrun ends them
     except known as error:
         print(f"{ERROR_PREFIX}{error}", file=sys.stderr, flush=True)
-        # Leave without the process group's clean-up: the other ranks may be in a collective. torchrun ends them.
         os._exit(1)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _print_unexpected(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """An unexpected error: its traceback, then the line that launch.py shows."""
+    sys.__excepthook__(kind, error, trace)
+    print(f"{ERROR_PREFIX}{kind.__name__}: {error}", file=sys.stderr, flush=True)
