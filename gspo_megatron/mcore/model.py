@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
@@ -288,14 +287,24 @@ def load_initial_weights(policy: Policy, optimizer: Any, recipe: Recipe) -> None
 
 
 def export_hf(policy: Policy, out_dir: Path, companions_from: Path) -> None:
-    """Write a Hugging Face directory from the live ranks. Collective over the default group."""
-    gatherer = Gatherer(policy.shards(), policy.ops)
-    if policy.parallel.rank == 0:
-        write_hf_dir(out_dir, gatherer.hf_tensors(), companions_from)
-    else:
-        for _ in gatherer.hf_tensors():
+    """Write a Hugging Face directory from the live ranks. Collective over the default group.
+
+    Raises:
+        ConversionError: out_dir exists; on rank 0, RankZeroFailed on the others.
+    """
+    tensors = Gatherer(policy.shards(), policy.ops).hf_tensors()
+    if policy.parallel.rank != 0:
+        for _ in tensors:
             raise AssertionError("only rank 0 receives tensors")
-    dist.barrier()
+
+    def write() -> None:
+        try:
+            write_hf_dir(out_dir, tensors, companions_from)
+        finally:
+            for _ in tensors:  # after an error: the other ranks are still sending, and must get to the end
+                pass
+
+    policy.parallel.on_rank_0(write)
 
 
 def tensor_parallel_logits(output_layer: Any, hidden_states: Tensor, output_weight: Tensor | None) -> Tensor:
