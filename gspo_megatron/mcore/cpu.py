@@ -49,7 +49,7 @@ def install() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # children too
     _replace_cuda_api()
     _replace_tensor_api()
-    _replace_uneven_collectives()
+    _replace_uneven_all_gather()
     _import_megatron()
     _replace_megatron_functions()
     _installed = True
@@ -177,9 +177,9 @@ def _replace_tensor_api() -> None:
     tensor.to, tensor.type = to, type_
 
 
-def _replace_uneven_collectives() -> None:
-    """gloo refuses uneven list forms, which the EP x ETP dispatcher uses (transformer/moe/token_dispatcher.py)."""
-    even_all_gather, even_reduce_scatter = dist.all_gather, dist.reduce_scatter
+def _replace_uneven_all_gather() -> None:
+    """gloo refuses the uneven list form, which the EP x ETP dispatcher uses (transformer/moe/token_dispatcher.py)."""
+    even_all_gather = dist.all_gather
 
     def rows(tensor: torch.Tensor) -> int:
         return tensor.shape[0] if tensor.dim() else 0
@@ -194,19 +194,7 @@ def _replace_uneven_collectives() -> None:
         for target, part in zip(tensor_list, received.split(counts), strict=True):
             target.copy_(part)
 
-    def reduce_scatter(
-        output: Any, input_list: list[Any], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Any:
-        counts = [rows(t) for t in input_list]
-        if async_op or len(set(counts)) <= 1 or op != dist.ReduceOp.SUM:
-            return even_reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
-        own = rows(output)
-        received = output.new_empty((own * len(counts), *output.shape[1:]))
-        sent = torch.cat([t.contiguous() for t in input_list])
-        dist.all_to_all_single(received, sent, [own] * len(counts), counts, group=group)
-        output.copy_(received.view(len(counts), *output.shape).sum(0))
-
-    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
+    dist.all_gather = all_gather
 
 
 def _import_megatron() -> None:
