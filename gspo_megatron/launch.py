@@ -168,8 +168,12 @@ def server_ports(recipe: Recipe) -> list[int]:
         ConfigError: a port that the recipe names is taken.
     """
     cluster = recipe.cluster
-    wanted = [cluster.server_port + i if cluster.server_port else 0 for i in range(cluster.rollout_servers)]
-    return [take_port(cluster.host, port) for port in wanted]
+    if cluster.server_port:
+        return [take_port(cluster.host, cluster.server_port + i) for i in range(cluster.rollout_servers)]
+    free: set[int] = set()
+    while len(free) < cluster.rollout_servers:  # a port that was just given back may be offered again
+        free.add(take_port(cluster.host, 0))
+    return sorted(free)
 
 
 def start_servers(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor
 from gspo_megatron.config import Recipe
 from gspo_megatron.convert.shards import Gatherer
 from gspo_megatron.engine import RolloutError, ServerClient, take_port
-from gspo_megatron.mcore.model import Policy
+
+if TYPE_CHECKING:
+    from gspo_megatron.mcore.model import Policy
 
 BUCKET_BYTES = 512 * 2**20
 """Bytes of one broadcast; what trainer rank 0 and each server hold beside their weights."""
@@ -162,10 +165,34 @@ class WeightSync:
     async def _on_all(
         self, call: Callable[[ServerClient], Awaitable[None]], *, beside: Callable[[], Any] | None = None
     ) -> None:
-        """call on every server at once, with a blocking function beside it in a thread; the first error wins."""
+        """call on every server at once, with a blocking function beside it; the first error wins."""
         async with aiohttp.ClientSession() as session:
             servers = [ServerClient(session, url, timeout_s=self._timeout_s) for url in self._urls]
-            work = [asyncio.ensure_future(call(s)) for s in servers]
-            if beside is not None:
-                work.append(asyncio.ensure_future(asyncio.to_thread(beside)))
-            await asyncio.gather(*work)
+            work = [call(server) for server in servers]
+            await asyncio.gather(*work, *([] if beside is None else [_in_daemon_thread(beside)]))
+
+
+def _in_daemon_thread(fn: Callable[[], Any]) -> asyncio.Future[None]:
+    """Run a blocking function; unlike asyncio's own threads it is not waited for when another call has failed."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def report(succeeded: bool) -> None:
+        if done.cancelled():
+            return
+        if succeeded:
+            done.set_result(None)
+        else:
+            done.set_exception(RolloutError("the trainer's side of a weight push failed; its traceback is in the log"))
+
+    def body() -> None:
+        succeeded = False
+        try:
+            fn()
+            succeeded = True
+        finally:
+            if not loop.is_closed():  # closed: another call has failed, and nobody waits for this one
+                loop.call_soon_threadsafe(report, succeeded)
+
+    threading.Thread(target=body, daemon=True).start()
+    return done

@@ -219,7 +219,7 @@ def _chunk(
         parallel_output=True,
         share_embeddings_and_output_weights=arguments.share_embeddings_and_output_weights,
         position_embedding_type="rope",
-        rotary_base=int(arguments.rotary_base),
+        rotary_base=arguments.rotary_base,
         vp_stage=vp_stage,
     )
 

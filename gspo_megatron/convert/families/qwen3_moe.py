@@ -44,7 +44,7 @@ class ModelArguments:
 
     vocab_size: int
     """Rows of the embedding, without padding."""
-    rotary_base: float
+    rotary_base: int
     share_embeddings_and_output_weights: bool
     initializer_range: float
     """Standard deviation of a random initialisation."""
@@ -64,6 +64,8 @@ def transformer_config(hf: dict[str, Any]) -> tuple[dict[str, Any], ModelArgumen
     rope = hf.get("rope_parameters") or {"rope_theta": hf.get("rope_theta")}
     if not rope.get("rope_theta"):
         problems.append("rope_theta: missing, at the top or in rope_parameters")
+    elif rope["rope_theta"] != int(rope["rope_theta"]):
+        problems.append(f"rope_theta={rope['rope_theta']}: megatron-core takes a whole number")
     if rope.get("rope_type", "default") != "default" or set(rope) - _ROPE_KEYS or hf.get("rope_scaling"):
         problems.append(f"rope scaling {hf.get('rope_scaling') or rope}: only the default RoPE is implemented")
     if hf.get("model_type") != MODEL_TYPE:
@@ -92,7 +94,7 @@ def transformer_config(hf: dict[str, Any]) -> tuple[dict[str, Any], ModelArgumen
     }
     arguments = ModelArguments(
         vocab_size=hf["vocab_size"],
-        rotary_base=rope["rope_theta"],
+        rotary_base=int(rope["rope_theta"]),
         share_embeddings_and_output_weights=hf["tie_word_embeddings"],
         initializer_range=hf["initializer_range"],
     )
