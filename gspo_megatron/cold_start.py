@@ -17,12 +17,16 @@ from rich.console import Console
 
 from gspo_megatron.config import ColdStartConfig, Recipe, load_recipe
 from gspo_megatron.mcore.rank import run_rank
+from gspo_megatron.progress import StageClock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from gspo_megatron.batch import TrainSequence
     from gspo_megatron.prompts import PromptStream
+
+LINE_EVERY = 50
+"""Steps between lines on the console."""
 
 
 def cold_start_dir(recipe: Recipe) -> Path:
@@ -83,22 +87,25 @@ def train_cold_start(recipe: Recipe, cfg: ColdStartConfig, console: Console) -> 
     tokenizer = load_tokenizer(recipe.model.hf_dir)
     stream = PromptStream(recipe.data, tokenizer, split="cold_start", seed=recipe.seed)
     rng = random.Random(recipe.seed)
-    for step in range(cfg.num_steps):
-        sequences = take_demonstrations(stream, tokenizer, rng, cfg)
-        batch = pack_batch(
-            sequences, recipe.batch.max_tokens_per_microbatch, parallel.batch_layout, minibatch_index=0
-        )
-        result = optimizer_step(
-            policy,
-            optimizer,
-            batch,
-            sft_loss,
-            denominator=sum(len(s.response_ids) for s in sequences),
-            lr=learning_rate(cfg, step),
-            temperature=1.0,
-        )
-        if step % 50 == 0 or step == cfg.num_steps - 1:
-            console.print(f"cold start step {step + 1}/{cfg.num_steps}  loss {result.loss:.3f} nats per token")
+    with StageClock(console, total_steps=cfg.num_steps) as clock:
+        for step in range(cfg.num_steps):
+            with clock.stage("cold start"):
+                sequences = take_demonstrations(stream, tokenizer, rng, cfg)
+                batch = pack_batch(
+                    sequences, recipe.batch.max_tokens_per_microbatch, parallel.batch_layout, minibatch_index=0
+                )
+                result = optimizer_step(
+                    policy,
+                    optimizer,
+                    batch,
+                    sft_loss,
+                    denominator=sum(len(s.response_ids) for s in sequences),
+                    lr=learning_rate(cfg, step),
+                    temperature=1.0,
+                )
+            clock.next_step()
+            if step % LINE_EVERY == 0 or step == cfg.num_steps - 1:
+                console.print(f"cold start step {step + 1:>4}/{cfg.num_steps}  loss {result.loss:.3f} nats per token")
     export_hf(policy, cold_start_dir(recipe), Path(recipe.model.hf_dir))
 
 

@@ -98,6 +98,7 @@ def run(recipe: Recipe, console: Console, *, only: str | None = None) -> None:
             return
         arguments = ["--config", str(config_path), "--model-dir", str(model_dir)]
         arguments += [item for e in engines for item in ("--server-url", e.url)]
+        console.print(f"starting the trainer: {recipe.cluster.trainer_ranks} rank(s)")
         trainer = start_torchrun(recipe, "gspo_megatron.train", arguments, "trainer", stack)
         watch(trainer, engines)
     finish(recipe, console)
