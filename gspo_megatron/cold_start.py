@@ -103,7 +103,7 @@ def train_cold_start(recipe: Recipe, cfg: ColdStartConfig, console: Console) -> 
                     lr=learning_rate(cfg, step),
                     temperature=1.0,
                 )
-            clock.next_step()
+            clock.finish_step(step + 1)
             if step % LINE_EVERY == 0 or step == cfg.num_steps - 1:
                 console.print(f"cold start step {step + 1:>4}/{cfg.num_steps}  loss {result.loss:.3f} nats per token")
     export_hf(policy, cold_start_dir(recipe), Path(recipe.model.hf_dir))

@@ -14,7 +14,7 @@ class StageClock:
     """Times the stages of each step and shows where the run is.
 
     Attributes:
-        stage_s: seconds of each stage since the last `next_step`.
+        stage_s: seconds of each stage since the last `finish_step`.
     """
 
     def __init__(self, console: Console, *, total_steps: int) -> None:
@@ -28,6 +28,8 @@ class StageClock:
             console=console,
             disable=console.quiet or not console.is_terminal,
             transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,  # warnings belong to the log that stderr is
         )
         self._task = self._progress.add_task("starting", total=total_steps)
 
@@ -46,8 +48,8 @@ class StageClock:
         yield
         self.stage_s[name] = self.stage_s.get(name, 0.0) + time.perf_counter() - start_s
 
-    def next_step(self) -> dict[str, float]:
-        """Seconds per stage of the step that ends here; starts the next."""
-        finished, self.stage_s = self.stage_s, {}
-        self._progress.advance(self._task)
-        return finished
+    def finish_step(self, num_finished: int) -> dict[str, float]:
+        """Seconds per stage of the step that ends here; num_finished steps are done with it."""
+        stage_s, self.stage_s = self.stage_s, {}
+        self._progress.update(self._task, completed=num_finished)
+        return stage_s

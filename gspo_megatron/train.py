@@ -101,7 +101,7 @@ def finish_step(
     evaluation: dict[str, Any] | None,
 ) -> None:
     """Write the step's metrics row and its console line; rank 0 only has a writer."""
-    stage_s = clock.next_step()
+    stage_s = clock.finish_step(state.rollout_step)
     if writer is None:
         return
     row = make_row(state, groups=groups, minibatches=minibatches, stage_s=stage_s, evaluation=evaluation)
