@@ -1,25 +1,18 @@
-"""The recipe: frozen dataclasses, a strict YAML loader, cross-field checks. Imports no torch.
+"""The recipe: frozen dataclasses and a strict YAML loader; checks.py has the cross-field checks. Imports no torch.
 
 One YAML file is one complete run. A field that changes results or cost has no default.
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
-import functools
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
-
-MAX_SEQUENCE_CLIP = 0.01
-"""A sequence-level ratio is a mean over the response: at long responses a wider band never clips (facts: 1.3)."""
-LONG_RESPONSE_TOKENS = 1000
 
 
 class ConfigError(ValueError):
@@ -282,6 +275,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     problems = [p for item in overrides for p in _override(tree, item)]
     recipe = _build(Recipe, tree, "", problems)
     if not problems:
+        from gspo_megatron.checks import check_recipe  # here, since it needs the classes above
+
         problems = check_recipe(recipe)
     if problems:
         raise ConfigError(f"{path}: {len(problems)} problem(s)\n" + "\n".join(f"  {p}" for p in problems))
@@ -391,163 +386,3 @@ def _reads_as_float(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-# TransformerConfig fields that this project derives from config.json, the recipe or the objective.
-DERIVED_MCORE_KEYS = frozenset(
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels num_moe_experts "
-    "moe_ffn_hidden_size moe_router_topk normalization layernorm_epsilon qk_layernorm gated_linear_unit "
-    "activation_func add_bias_linear add_qkv_bias init_method_std params_dtype pipeline_dtype bf16 fp16 "
-    "calculate_per_token_loss tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
-    "virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
-    "sequence_parallel moe_router_pre_softmax use_cpu_initialization overlap_p2p_comm batch_p2p_comm "
-    "variable_seq_lengths".split()
-)
-# ServerArgs fields that engine.py sets.
-DERIVED_SGLANG_KEYS = frozenset(
-    "model_path tokenizer_path host port device dtype random_seed weight_version api_key served_model_name "
-    "load_format skip_tokenizer_init".split()
-)
-
-
-@functools.cache
-def upstream_fields(dist_name: str, pattern: str) -> frozenset[str]:
-    """Annotated class fields in upstream's installed source files, read without importing them.
-
-    Args:
-        dist_name: distribution, as pip names it.
-        pattern: glob of the files, relative to site-packages.
-
-    Raises:
-        ConfigError: the distribution is not installed, or its fields are elsewhere.
-    """
-    try:
-        root = Path(str(distribution(dist_name).locate_file("")))
-    except PackageNotFoundError as error:
-        raise ConfigError(f"{dist_name} is not installed; install requirements/cpu.txt or gpu.txt") from error
-    bodies = [
-        node.body
-        for file in sorted(root.glob(pattern))
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.ClassDef)
-    ]
-    names = frozenset(
-        n.target.id for body in bodies for n in body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-    )
-    if not names:
-        raise ConfigError(f"{dist_name}: no fields in {pattern}; this version is not the pinned one")
-    return names
-
-
-def _check_passed_through(
-    section: str, given: dict[str, Any], derived: frozenset[str], known: frozenset[str]
-) -> list[str]:
-    problems = []
-    for key in given:
-        if key in derived:
-            problems.append(f"{section}.{key}: is derived from the recipe; remove it")
-        elif key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            problems.append(f"{section}.{key}: upstream has no such key; nearest is {near[0]}")
-    return problems
-
-
-def check_recipe(recipe: Recipe) -> list[str]:
-    """Cross-field checks; returns every problem."""
-    problems = _check_parallel(recipe) + _check_sizes(recipe) + _check_objective(recipe)
-    mcore = upstream_fields("megatron-core", "megatron/core/transformer/transformer_config.py")
-    mcore |= upstream_fields("megatron-core", "megatron/core/model_parallel_config.py")
-    problems += _check_passed_through("model.mcore", recipe.model.mcore, DERIVED_MCORE_KEYS, mcore)
-    sglang = upstream_fields("sglang", "sglang/srt/arg_groups/fields/*.py")
-    problems += _check_passed_through("rollout.sglang", recipe.rollout.sglang, DERIVED_SGLANG_KEYS, sglang)
-    hf_dir = Path(recipe.model.hf_dir)
-    wanted = ["config.json", "tokenizer.json"]
-    if not hf_dir.is_dir():
-        problems.append(f"model.hf_dir={recipe.model.hf_dir}: no such directory")
-    else:
-        problems += [f"model.hf_dir={hf_dir}: has no {name}" for name in wanted if not (hf_dir / name).is_file()]
-        if recipe.model.init == "weights" and not any(hf_dir.glob("*.safetensors")):
-            problems.append(f"model.hf_dir={hf_dir}: has no *.safetensors; or set model.init to random")
-    return problems
-
-
-def _check_parallel(recipe: Recipe) -> list[str]:
-    p, ranks = recipe.parallel, recipe.cluster.trainer_ranks
-    problems = [
-        f"{section}.{f.name}={value}: wants at least 1"
-        for section, part in (("parallel", p),)
-        for f in fields(part)
-        if type(value := getattr(part, f.name)) is int and value < 1
-    ]
-    if ranks < 1 or recipe.cluster.rollout_servers < 1:
-        problems.append("cluster.trainer_ranks and cluster.rollout_servers: want at least 1")
-    if problems:
-        return problems
-    dense = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
-    expert = p.expert_tensor_parallel_size * p.expert_model_parallel_size * p.pipeline_model_parallel_size
-    for what, size in (("tensor x pipeline x context", dense), ("expert x expert-tensor x pipeline", expert)):
-        if ranks % size:
-            problems.append(f"cluster.trainer_ranks={ranks}: is not a multiple of {what} parallel = {size}")
-    if p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
-        problems.append("parallel.sequence_parallel: must be true with tensor parallel > 1 (megatron-core's MoE)")
-    if recipe.cluster.max_policy_lag != 0:
-        problems.append(f"cluster.max_policy_lag={recipe.cluster.max_policy_lag}: only 0 (synchronous) is built")
-    return problems
-
-
-def _check_sizes(recipe: Recipe) -> list[str]:
-    r, b = recipe.rollout, recipe.batch
-    problems = []
-    for where, value in (
-        ("rollout.num_prompts", r.num_prompts),
-        ("rollout.max_response_tokens", r.max_response_tokens),
-        ("rollout.max_concurrency", r.max_concurrency),
-        ("batch.num_minibatches", b.num_minibatches),
-        ("batch.max_tokens_per_microbatch", b.max_tokens_per_microbatch),
-        ("evaluate.num_prompts", recipe.evaluate.num_prompts),
-        ("evaluate.num_samples", recipe.evaluate.num_samples),
-        ("evaluate.every", recipe.evaluate.every),
-        ("train.num_rollout_steps", recipe.train.num_rollout_steps),
-    ):
-        if value < 1:
-            problems.append(f"{where}={value}: wants at least 1")
-    if r.group_size < 2:
-        problems.append(f"rollout.group_size={r.group_size}: wants at least 2; one response has no group to beat")
-    if b.num_minibatches >= 1 and r.num_prompts % b.num_minibatches:
-        problems.append(
-            f"batch.num_minibatches={b.num_minibatches}: does not divide rollout.num_prompts={r.num_prompts}"
-        )
-    if recipe.cold_start is None and recipe.model.init == "random":
-        problems.append("cold_start: null with model.init random would train noise; give cold_start or weights")
-    return problems
-
-
-def _check_objective(recipe: Recipe) -> list[str]:
-    problems = []
-    r, loss, opt = recipe.rollout, recipe.loss, recipe.optimizer
-    if r.top_p != 1.0 or r.top_k != -1:
-        problems.append(
-            f"rollout.top_p={r.top_p}, top_k={r.top_k}: must be 1.0 and -1; "
-            "a truncated support shifts the rollout's log-probs against the trainer's"
-        )
-    for where, value in (
-        ("rollout.temperature", r.temperature),
-        ("evaluate.temperature", recipe.evaluate.temperature),
-    ):
-        if not 0.0 < value <= 10.0:
-            problems.append(f"{where}={value}: wants a value in (0, 10]")
-    for where, value in (("loss.clip_low", loss.clip_low), ("loss.clip_high", loss.clip_high)):
-        if not 0.0 < value < 1.0:
-            problems.append(f"{where}={value}: wants a value in (0, 1)")
-    wide = max(loss.clip_low, loss.clip_high) > MAX_SEQUENCE_CLIP
-    if loss.name == "gspo" and wide and r.max_response_tokens > LONG_RESPONSE_TOKENS and not loss.allow_wide_clip:
-        problems.append(
-            f"loss.clip_low={loss.clip_low}, clip_high={loss.clip_high}: above {MAX_SEQUENCE_CLIP} a sequence-level "
-            f"ratio of {r.max_response_tokens}-token responses never clips; the paper has 3.0e-4 and 4.0e-4 "
-            "(or set loss.allow_wide_clip)"
-        )
-    if opt.lr < 0.0:
-        problems.append(f"optimizer.lr={opt.lr}: wants at least 0")
-    if recipe.advantage.ddof not in (0, 1):
-        problems.append(f"advantage.ddof={recipe.advantage.ddof}: wants 0 or 1")
-    return problems

@@ -23,6 +23,9 @@ from rich.console import Console
 
 from gspo_megatron.cold_start import cold_start_dir
 from gspo_megatron.config import ConfigError, Recipe, dump_recipe, load_recipe
+from gspo_megatron.convert.families.qwen3_moe import transformer_config
+from gspo_megatron.convert.hf_io import read_config
+from gspo_megatron.convert.ops import ConversionError
 from gspo_megatron.engine import Engine, RolloutError, take_port
 from gspo_megatron.process import Torchrun, assign_devices, trainer_environment
 
@@ -53,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
     try:
         recipe = load_recipe(args.config, args.set)
+        transformer_config(read_config(Path(recipe.model.hf_dir)))  # refuses a model that is not implemented
         if args.dry_run:
             console.print(f"{args.config}: valid; would write {recipe.run_dir}")
             return 0
@@ -62,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
         return 2
-    except (RolloutError, RunError) as error:
+    except (ConversionError, OSError, RolloutError, RunError) as error:
         print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

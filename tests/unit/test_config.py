@@ -188,7 +188,7 @@ def test_model_directory_without_weights_is_refused_when_weights_are_wanted(tmp_
     ("overrides", "problem"),
     [
         (["parallel.expert_model_parallel_size=0"], "parallel.expert_model_parallel_size=0: wants at least 1"),
-        (["cluster.rollout_servers=0"], "cluster.trainer_ranks and cluster.rollout_servers: want at least 1"),
+        (["cluster.rollout_servers=0"], "cluster.rollout_servers=0: wants at least 1"),
         (
             ["parallel.expert_model_parallel_size=4"],
             "cluster.trainer_ranks=2: is not a multiple of expert x expert-tensor x pipeline parallel = 4",
@@ -197,11 +197,23 @@ def test_model_directory_without_weights_is_refused_when_weights_are_wanted(tmp_
         (["cluster.max_policy_lag=1"], "cluster.max_policy_lag=1: only 0 (synchronous) is built"),
         (["rollout.group_size=1"], "rollout.group_size=1: wants at least 2"),
         (["batch.num_minibatches=5"], "batch.num_minibatches=5: does not divide rollout.num_prompts=32"),
-        (["rollout.temperature=0"], "rollout.temperature=0.0: wants a value in (0, 10]"),
+        (["rollout.temperature=0"], "rollout.temperature=0.0: wants 0.01 to 10"),
         (["loss.clip_high=1"], "loss.clip_high=1.0: wants a value in (0, 1)"),
         (["optimizer.lr=-1.0"], "optimizer.lr=-1.0: wants at least 0"),
-        (["advantage.ddof=2"], "advantage.ddof=2: wants 0 or 1"),
+        (["advantage.ddof=2"], "advantage.ddof=2: wants 0 to 1"),
         (["train.num_rollout_steps=0"], "train.num_rollout_steps=0: wants at least 1"),
+        (["seed=-1"], "seed=-1: wants 0 to"),
+        (["optimizer.adam_beta2=1.5"], "optimizer.adam_beta2=1.5: wants 0 to 1"),
+        (["cold_start.flawed_fraction=2"], "cold_start.flawed_fraction=2.0: wants 0 to 1"),
+        (["name=../elsewhere"], "name='../elsewhere': wants letters, digits"),
+        (
+            ["cluster.trainer_ranks=3", "parallel.expert_model_parallel_size=3"],
+            "parallel.expert_model_parallel_size=3: does not divide num_local_experts=8; use one of 1, 2, 4, 8",
+        ),
+        (
+            ["cluster.trainer_ranks=6", "parallel.pipeline_model_parallel_size=3"],
+            "parallel.pipeline_model_parallel_size x virtual=3: does not divide num_hidden_layers=4;",
+        ),
     ],
 )
 def test_values_that_cannot_run_together_are_refused(overrides, problem):

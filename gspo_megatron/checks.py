@@ -1,0 +1,244 @@
+"""What a recipe must hold beyond its types, before anything is started. Imports no torch."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import json
+import re
+from importlib.metadata import PackageNotFoundError, distribution
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.config import ConfigError, Recipe
+
+MAX_SEQUENCE_CLIP = 0.01
+"""A sequence-level ratio is a mean over the response: at long responses a wider band never clips (facts: 1.3)."""
+LONG_RESPONSE_TOKENS = 1000
+
+# TransformerConfig fields that this project derives from config.json, the recipe or the objective.
+DERIVED_MCORE_KEYS = frozenset(
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels num_moe_experts "
+    "moe_ffn_hidden_size moe_router_topk normalization layernorm_epsilon qk_layernorm gated_linear_unit "
+    "activation_func add_bias_linear add_qkv_bias init_method_std params_dtype pipeline_dtype bf16 fp16 "
+    "calculate_per_token_loss tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+    "virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
+    "sequence_parallel moe_router_pre_softmax use_cpu_initialization overlap_p2p_comm batch_p2p_comm "
+    "variable_seq_lengths".split()
+)
+# ServerArgs fields that engine.py sets.
+DERIVED_SGLANG_KEYS = frozenset(
+    "model_path tokenizer_path host port device dtype random_seed weight_version api_key served_model_name "
+    "load_format skip_tokenizer_init".split()
+)
+
+
+@functools.cache
+def upstream_fields(dist_name: str, pattern: str) -> frozenset[str]:
+    """Annotated class fields in upstream's installed source files, read without importing them.
+
+    Args:
+        dist_name: distribution, as pip names it.
+        pattern: glob of the files, relative to site-packages.
+
+    Raises:
+        ConfigError: the distribution is not installed, or its fields are elsewhere.
+    """
+    try:
+        root = Path(str(distribution(dist_name).locate_file("")))
+    except PackageNotFoundError as error:
+        raise ConfigError(f"{dist_name} is not installed; install requirements/cpu.txt or gpu.txt") from error
+    bodies = [
+        node.body
+        for file in sorted(root.glob(pattern))
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    names = frozenset(
+        n.target.id for body in bodies for n in body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    )
+    if not names:
+        raise ConfigError(f"{dist_name}: no fields in {pattern}; this version is not the pinned one")
+    return names
+
+
+def _check_passed_through(
+    section: str, given: dict[str, Any], derived: frozenset[str], known: frozenset[str]
+) -> list[str]:
+    problems = []
+    for key in given:
+        if key in derived:
+            problems.append(f"{section}.{key}: is derived from the recipe; remove it")
+        elif key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            problems.append(f"{section}.{key}: upstream has no such key; nearest is {near[0]}")
+    return problems
+
+
+def check_recipe(recipe: Recipe) -> list[str]:
+    """Every problem of a well-typed recipe."""
+    problems = _check_ranges(recipe)
+    if not problems:
+        problems = _check_parallel(recipe) + _check_sizes(recipe) + _check_objective(recipe) + _check_model(recipe)
+    mcore = upstream_fields("megatron-core", "megatron/core/transformer/transformer_config.py")
+    mcore |= upstream_fields("megatron-core", "megatron/core/model_parallel_config.py")
+    problems += _check_passed_through("model.mcore", recipe.model.mcore, DERIVED_MCORE_KEYS, mcore)
+    sglang = upstream_fields("sglang", "sglang/srt/arg_groups/fields/*.py")
+    problems += _check_passed_through("rollout.sglang", recipe.rollout.sglang, DERIVED_SGLANG_KEYS, sglang)
+    return problems
+
+
+# Closed ranges of plain numbers, by recipe key. `rollout.group_size`: one response has no group to beat.
+_RANGES: dict[str, tuple[float, float]] = {
+    "seed": (0, 2**31 - 1),
+    **dict.fromkeys(
+        (
+            "parallel.tensor_model_parallel_size",
+            "parallel.pipeline_model_parallel_size",
+            "parallel.virtual_pipeline_model_parallel_size",
+            "parallel.context_parallel_size",
+            "parallel.expert_model_parallel_size",
+            "parallel.expert_tensor_parallel_size",
+            "cluster.trainer_ranks",
+            "cluster.rollout_servers",
+            "cluster.start_timeout_s",
+            "cluster.collective_timeout_s",
+            "cold_start.num_steps",
+            "cold_start.batch_size",
+            "rollout.num_prompts",
+            "rollout.max_response_tokens",
+            "rollout.request_timeout_s",
+            "rollout.max_concurrency",
+            "batch.num_minibatches",
+            "batch.max_tokens_per_microbatch",
+            "train.num_rollout_steps",
+            "evaluate.num_prompts",
+            "evaluate.num_samples",
+            "evaluate.every",
+        ),
+        (1, inf),
+    ),
+    **dict.fromkeys(
+        (
+            "cold_start.lr",
+            "cold_start.warmup_steps",
+            "rollout.max_retries",
+            "advantage.eps",
+            "optimizer.lr",
+            "optimizer.adam_eps",
+            "optimizer.weight_decay",
+            "optimizer.clip_grad",
+        ),
+        (0, inf),
+    ),
+    **dict.fromkeys(
+        (
+            "cold_start.decay_fraction",
+            "cold_start.flawed_fraction",
+            "optimizer.adam_beta1",
+            "optimizer.adam_beta2",
+        ),
+        (0, 1),
+    ),
+    "cluster.server_port": (0, 65535),
+    "rollout.group_size": (2, inf),
+    "rollout.temperature": (0.01, 10),
+    "evaluate.temperature": (0.01, 10),
+    "advantage.ddof": (0, 1),
+}
+
+
+def _check_ranges(recipe: Recipe) -> list[str]:
+    problems = []
+    for key, (low, high) in _RANGES.items():
+        value: Any = recipe
+        for name in key.split("."):
+            value = value if value is None else getattr(value, name)  # an absent section has no problem here
+        if value is not None and not low <= value <= high:
+            wants = f"at least {low}" if high == inf else f"{low} to {high}"
+            problems.append(f"{key}={value}: wants {wants}")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", recipe.name):
+        problems.append(f"name={recipe.name!r}: wants letters, digits, '.', '_' and '-'; it names a folder")
+    return problems
+
+
+def _check_parallel(recipe: Recipe) -> list[str]:
+    p, ranks = recipe.parallel, recipe.cluster.trainer_ranks
+    problems = []
+    dense = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+    expert = p.expert_tensor_parallel_size * p.expert_model_parallel_size * p.pipeline_model_parallel_size
+    for what, size in (("tensor x pipeline x context", dense), ("expert x expert-tensor x pipeline", expert)):
+        if ranks % size:
+            problems.append(f"cluster.trainer_ranks={ranks}: is not a multiple of {what} parallel = {size}")
+    if p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
+        problems.append("parallel.sequence_parallel: must be true with tensor parallel > 1 (megatron-core's MoE)")
+    if recipe.cluster.max_policy_lag != 0:
+        problems.append(f"cluster.max_policy_lag={recipe.cluster.max_policy_lag}: only 0 (synchronous) is built")
+    return problems
+
+
+def _check_sizes(recipe: Recipe) -> list[str]:
+    r, b = recipe.rollout, recipe.batch
+    problems = []
+    if r.num_prompts % b.num_minibatches:
+        problems.append(
+            f"batch.num_minibatches={b.num_minibatches}: does not divide rollout.num_prompts={r.num_prompts}"
+        )
+    if recipe.cold_start is None and recipe.model.init == "random":
+        problems.append("cold_start: null with model.init random would train noise; give cold_start or weights")
+    return problems
+
+
+def _check_objective(recipe: Recipe) -> list[str]:
+    problems = []
+    r, loss = recipe.rollout, recipe.loss
+    if r.top_p != 1.0 or r.top_k != -1:
+        problems.append(
+            f"rollout.top_p={r.top_p}, top_k={r.top_k}: must be 1.0 and -1; "
+            "a truncated support shifts the rollout's log-probs against the trainer's"
+        )
+    for where, value in (("loss.clip_low", loss.clip_low), ("loss.clip_high", loss.clip_high)):
+        if not 0.0 < value < 1.0:
+            problems.append(f"{where}={value}: wants a value in (0, 1)")
+    wide = max(loss.clip_low, loss.clip_high) > MAX_SEQUENCE_CLIP
+    if loss.name == "gspo" and wide and r.max_response_tokens > LONG_RESPONSE_TOKENS and not loss.allow_wide_clip:
+        problems.append(
+            f"loss.clip_low={loss.clip_low}, clip_high={loss.clip_high}: above {MAX_SEQUENCE_CLIP} a sequence-level "
+            f"ratio of {r.max_response_tokens}-token responses never clips; the paper has 3.0e-4 and 4.0e-4 "
+            "(or set loss.allow_wide_clip)"
+        )
+    return problems
+
+
+def _check_model(recipe: Recipe) -> list[str]:
+    """The model directory, and whether the layout divides the model."""
+    hf_dir = Path(recipe.model.hf_dir)
+    if not hf_dir.is_dir():
+        return [f"model.hf_dir={recipe.model.hf_dir}: no such directory"]
+    missing = [name for name in ("config.json", "tokenizer.json") if not (hf_dir / name).is_file()]
+    problems = [f"model.hf_dir={hf_dir}: has no {name}" for name in missing]
+    if recipe.model.init == "weights" and not any(hf_dir.glob("*.safetensors")):
+        problems.append(f"model.hf_dir={hf_dir}: has no *.safetensors; or set model.init to random")
+    if problems:
+        return problems
+    try:
+        config = json.loads((hf_dir / "config.json").read_text())
+    except ValueError as error:
+        return [f"model.hf_dir={hf_dir}: config.json is not JSON ({error})"]
+    p = recipe.parallel
+    stages = p.pipeline_model_parallel_size * (p.virtual_pipeline_model_parallel_size or 1)
+    for key, size, names in (
+        ("expert_model_parallel_size", p.expert_model_parallel_size, ("num_experts", "num_local_experts")),
+        ("expert_tensor_parallel_size", p.expert_tensor_parallel_size, ("moe_intermediate_size",)),
+        ("tensor_model_parallel_size", p.tensor_model_parallel_size, ("num_attention_heads",)),
+        ("tensor_model_parallel_size", p.tensor_model_parallel_size, ("num_key_value_heads",)),
+        ("pipeline_model_parallel_size x virtual", stages, ("num_hidden_layers",)),
+    ):
+        for name in names:
+            count = config.get(name) if isinstance(config, dict) else None
+            if isinstance(count, int) and count % size:
+                fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+                problems.append(f"parallel.{key}={size}: does not divide {name}={count}; use one of {fitting}")
+    return problems
