@@ -36,7 +36,7 @@ lint: env
 env: .venv/.project
 
 .venv/.installed: requirements/cpu.txt requirements/gpu.txt
-	@requirements/install.sh $(PYTHON)
+	@requirements/install.sh $(if $(PYTHON),"$(PYTHON)")
 
 .venv/.project: .venv/.installed pyproject.toml
 	@PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --editable .

@@ -176,9 +176,8 @@ def _spread(lengths: list[int], num_bins: int) -> list[list[int]]:
 
 
 def _own(bins: list[list[int]], layout: BatchLayout) -> list[list[int]]:
-    """This data-parallel rank's bins: ranks run alike loads at once, and every second microbatch in turned order."""
-    rounds = [bins[i : i + layout.dp_size] for i in range(0, len(bins), layout.dp_size)]
-    return [r[::-1][layout.dp_rank] if i % 2 else r[layout.dp_rank] for i, r in enumerate(rounds)]
+    """This data-parallel rank's bins: with the fullest first, the ranks run alike loads at once."""
+    return bins[layout.dp_rank :: layout.dp_size]
 
 
 def _pack(sequences: list[TrainSequence], layout: BatchLayout) -> Microbatch:

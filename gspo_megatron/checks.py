@@ -85,6 +85,12 @@ def check_recipe(recipe: Recipe) -> list[str]:
     mcore = upstream_fields("megatron-core", "megatron/core/transformer/transformer_config.py")
     mcore |= upstream_fields("megatron-core", "megatron/core/model_parallel_config.py")
     problems += _check_passed_through("model.mcore", recipe.model.mcore, DERIVED_MCORE_KEYS, mcore)
+    tp_size = recipe.rollout.sglang.get("tp_size", 1)
+    if type(tp_size) is not int or tp_size < 1 or (recipe.device == "cpu" and tp_size > 1):
+        problems.append(f"rollout.sglang.tp_size={tp_size!r}: wants a whole number, and 1 with device: cpu")
+    last_port = recipe.cluster.server_port + recipe.cluster.rollout_servers - 1
+    if last_port > 65535:
+        problems.append(f"cluster.server_port={recipe.cluster.server_port}: leaves no port for every server")
     sglang = upstream_fields("sglang", "sglang/srt/arg_groups/fields/*.py")
     problems += _check_passed_through("rollout.sglang", recipe.rollout.sglang, DERIVED_SGLANG_KEYS, sglang)
     return problems
@@ -156,7 +162,7 @@ def _check_ranges(recipe: Recipe) -> list[str]:
         value: Any = recipe
         for name in key.split("."):
             value = value if value is None else getattr(value, name)  # an absent section has no problem here
-        if value is not None and not low <= value <= high:
+        if value is not None and not (low <= value <= high and value < inf):
             wants = f"at least {low}" if high == inf else f"{low} to {high}"
             problems.append(f"{key}={value}: wants {wants}")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", recipe.name):
@@ -172,6 +178,8 @@ def _check_parallel(recipe: Recipe) -> list[str]:
     for what, size in (("tensor x pipeline x context", dense), ("expert x expert-tensor x pipeline", expert)):
         if ranks % size:
             problems.append(f"cluster.trainer_ranks={ranks}: is not a multiple of {what} parallel = {size}")
+    if p.virtual_pipeline_model_parallel_size is not None and p.pipeline_model_parallel_size == 1:
+        problems.append("parallel.virtual_pipeline_model_parallel_size: wants pipeline parallel > 1, or null")
     if p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
         problems.append("parallel.sequence_parallel: must be true with tensor parallel > 1 (megatron-core's MoE)")
     if recipe.cluster.max_policy_lag != 0:
@@ -185,6 +193,11 @@ def _check_sizes(recipe: Recipe) -> list[str]:
     if r.num_prompts % b.num_minibatches:
         problems.append(
             f"batch.num_minibatches={b.num_minibatches}: does not divide rollout.num_prompts={r.num_prompts}"
+        )
+    if b.max_tokens_per_microbatch < r.max_response_tokens:
+        problems.append(
+            f"batch.max_tokens_per_microbatch={b.max_tokens_per_microbatch}: holds no response of "
+            f"rollout.max_response_tokens={r.max_response_tokens}"
         )
     if recipe.cold_start is None and recipe.model.init == "random":
         problems.append("cold_start: null with model.init random would train noise; give cold_start or weights")

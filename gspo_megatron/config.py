@@ -122,7 +122,7 @@ class RolloutConfig:
     max_retries: int = 2
     """Further tries of a request after a connection error or status 5xx."""
     groups_dir: str | None = None
-    """Where `--only train` reads RolloutGroups; null: this run's own rollouts folder."""
+    """Where `--only train` reads RolloutGroups: another run's rollouts folder."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Passed to SGLang's ServerArgs under its own names."""
 
@@ -236,22 +236,9 @@ class Recipe:
         return Path(self.output_dir) / self.name
 
     @property
-    def groups_dir(self) -> Path:
-        """Folder of saved RolloutGroups."""
-        return Path(self.rollout.groups_dir) if self.rollout.groups_dir else self.run_dir / "rollouts"
-
-    @property
     def ranks_per_server(self) -> int:
         """SGLang processes of one server: each joins the weight push, and on GPU has its own device."""
         return int(self.rollout.sglang.get("tp_size", 1))
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Ranks that see different data."""
-        p = self.parallel
-        return self.cluster.trainer_ranks // (
-            p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
-        )
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -268,7 +255,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         tree = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: wants a mapping of recipe sections, got {type(tree).__name__}")
@@ -364,8 +351,8 @@ def _coerce(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
             problems.append(f"{where}={value!r}: wants one of {', '.join(map(str, get_args(hint)))}")
         return value
     if get_origin(hint) is dict:
-        if not isinstance(value, dict):
-            problems.append(f"{where}={value!r}: wants a mapping")
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            problems.append(f"{where}={value!r}: wants a mapping with keys of text")
         return value
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is float and is_number:

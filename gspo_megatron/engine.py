@@ -110,6 +110,8 @@ def take_port(host: str, port: int) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
+        except socket.gaierror as error:
+            raise ConfigError(f"cluster.host={host}: is no address of this machine ({error.strerror})") from error
         except OSError as error:
             raise ConfigError(
                 f"cluster.server_port={port}: port is in use on {host} or cannot be bound ({error.strerror}); "

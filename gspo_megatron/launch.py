@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import itertools
 import json
 import os
@@ -23,13 +24,14 @@ from rich.console import Console
 
 from gspo_megatron.cold_start import cold_start_dir
 from gspo_megatron.config import ConfigError, Recipe, dump_recipe, load_recipe
-from gspo_megatron.convert.families.qwen3_moe import transformer_config
-from gspo_megatron.convert.hf_io import read_config
-from gspo_megatron.convert.ops import ConversionError
-from gspo_megatron.engine import Engine, RolloutError, take_port
+from gspo_megatron.convert.families.qwen3_moe import op_list, transformer_config
+from gspo_megatron.convert.hf_io import TensorReader, read_config
+from gspo_megatron.convert.ops import ConversionError, check_names_and_shapes
+from gspo_megatron.engine import Engine, RolloutError, server_environment, take_port
+from gspo_megatron.mcore.rank import ERROR_PREFIX
 from gspo_megatron.process import Torchrun, assign_devices, trainer_environment
+from gspo_megatron.sampling import Sampler, step_file
 
-ERROR_PREFIX = "error: "
 GRACE_S = 15.0
 """After a server died the trainer gets this long to say so itself."""
 
@@ -39,6 +41,8 @@ _SIGNAL = re.compile(r"Signal (\d+) \(\w+\) received by PID \d+")
 _FOLLOWING_SIGNALS = (signal.SIGTERM, signal.SIGABRT)
 """torchrun's own to the other ranks; an abort, which a rank does itself after it said why."""
 _EXCEPTION = re.compile(r"^(\w+\.)*\w*(Error|Exception)\b.*")
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
+"""torch writes it before each line of an uncaught error once the process group exists."""
 
 
 class RunError(RuntimeError):
@@ -56,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
     try:
         recipe = load_recipe(args.config, args.set)
-        transformer_config(read_config(Path(recipe.model.hf_dir)))  # refuses a model that is not implemented
+        check_model_config(recipe)
         if args.dry_run:
             console.print(f"{args.config}: valid; would write {recipe.run_dir}")
             return 0
@@ -73,6 +77,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted; everything that was started has been stopped", file=sys.stderr)
         return 130
     return 0
+
+
+def check_model_config(recipe: Recipe) -> None:
+    """Refuse a model that is not implemented.
+
+    Raises:
+        ConfigError: what of config.json is not understood.
+    """
+    try:
+        transformer_config(read_config(Path(recipe.model.hf_dir)))
+    except ConversionError as error:
+        raise ConfigError(f"model.hf_dir={recipe.model.hf_dir}: {error}") from error
+
+
+def check_saved_groups(recipe: Recipe) -> None:
+    """Refuse `--only train` without the groups of every step.
+
+    Raises:
+        ConfigError: names what is missing.
+    """
+    if recipe.rollout.groups_dir is None:
+        raise ConfigError("rollout.groups_dir: --only train wants a folder of saved groups, runs/NAME/rollouts")
+    folder = Path(recipe.rollout.groups_dir)
+    if folder.resolve().is_relative_to(recipe.run_dir.resolve()):
+        raise ConfigError(f"rollout.groups_dir={folder}: lies in this run's own folder; give the run another name")
+    for step in range(1, recipe.train.num_rollout_steps + 1):
+        if not step_file(folder, step).is_file():
+            raise ConfigError(f"rollout.groups_dir={folder}: has no {step_file(folder, step).name}")
+
+
+def check_weights(model_dir: Path) -> None:
+    """Refuse weights that do not fit config.json, before a server or trainer starts.
+
+    Raises:
+        ConversionError: a file that cannot be read, or a list of missing, surplus and misshapen tensors.
+    """
+    config = read_config(model_dir)
+    ops = op_list(config, padded_vocab_size=config["vocab_size"])
+    check_names_and_shapes(ops, TensorReader(model_dir).shapes(), str(model_dir))
 
 
 def _interrupt(signal_number: int, frame: Any) -> None:
@@ -92,9 +135,16 @@ def run(recipe: Recipe, console: Console, *, only: str | None = None) -> None:
         RolloutError: a server did not start.
         RunError: the trainer or a server failed.
     """
-    ports = [] if only == "train" else server_ports(recipe)
+    trainer_environment(recipe.device, os.environ)
+    ports: list[int] = []
+    if only == "train":
+        check_saved_groups(recipe)
+    else:
+        server_environment(recipe, os.environ)
+        ports = server_ports(recipe)
     config_path = prepare_run_dir(recipe, console)
     model_dir = ensure_cold_start(recipe, config_path, console)
+    check_weights(model_dir)
     with ExitStack() as stack:
         engines = start_servers(recipe, model_dir, ports, stack, console) if ports else []
         if only == "rollout":
@@ -156,11 +206,13 @@ def ensure_cold_start(recipe: Recipe, config_path: Path, console: Console) -> Pa
     if recipe.cold_start is None:
         return Path(recipe.model.hf_dir)
     out_dir = cold_start_dir(recipe)
-    if out_dir.is_dir():
-        console.print(f"cold start: reusing {out_dir}")
-        return out_dir
-    console.print(f"cold start: {recipe.cold_start.num_steps} supervised steps into {out_dir}")
     with ExitStack() as stack:
+        lock = stack.enter_context(out_dir.with_name(out_dir.name + ".lock").open("w"))
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two runs that need it, one trains it and the other waits
+        if out_dir.is_dir():
+            console.print(f"cold start: reusing {out_dir}")
+            return out_dir
+        console.print(f"cold start: {recipe.cold_start.num_steps} supervised steps into {out_dir}")
         arguments = ["--config", str(config_path)]
         watch(start_torchrun(recipe, "gspo_megatron.cold_start", arguments, "cold_start", stack), [])
     return out_dir
@@ -236,35 +288,34 @@ def watch(trainer: Torchrun, engines: Sequence[Engine]) -> None:
             f"SGLang server {dead.url} ended with status {dead.process.returncode} during the run; "
             f"see {dead.log_path} and {trainer.log_path}"
         )
-    if trainer.poll() != 0:
-        cause = cause_of(trainer.log_path)
-        raise RunError(f"trainer ended with status {trainer.poll()}: {cause}; see {trainer.log_path}")
+    status = trainer.process.wait()
+    if status != 0:
+        cause = f"torchrun was killed by signal {-status}" if status < 0 else cause_of(trainer.log_path)
+        raise RunError(f"trainer ended with status {status}: {cause}; see {trainer.log_path}")
 
 
 def cause_of(log_path: Path) -> str:
-    """Why a trainer ended, from its log: a signal from outside, else the first error that a rank printed."""
-    log = log_path.read_text(errors="replace")
-    for found in _SIGNAL.finditer(log):
-        if int(found[1]) not in _FOLLOWING_SIGNALS:
-            return found[0]
+    """Why a trainer ended, from its log: a signal from outside, and the first error that a rank printed."""
+    log = _RANK_PREFIX.sub("", log_path.read_text(errors="replace"))
+    signals = [found[0] for found in _SIGNAL.finditer(log) if int(found[1]) not in _FOLLOWING_SIGNALS]
     lines = log.splitlines()
-    for i, line in enumerate(lines):
-        if line.startswith(ERROR_PREFIX):
-            details = itertools.takewhile(lambda text: text.startswith("  "), lines[i + 1 :])
-            return "\n".join([line.removeprefix(ERROR_PREFIX), *details])
+    errors = [i for i, line in enumerate(lines) if line.startswith(ERROR_PREFIX)]
+    if errors:
+        details = itertools.takewhile(lambda text: text.startswith("  "), lines[errors[0] + 1 :])
+        message = "\n".join([lines[errors[0]].removeprefix(ERROR_PREFIX), *details])
+        return "; ".join([*signals[:1], message])
     # A rank that failed before run_rank took over, in an import for instance.
-    return next((line for line in lines if _EXCEPTION.match(line)), lines[-1] if lines else "no output")
+    raised = [line for line in lines if _EXCEPTION.match(line)]
+    return next(iter(signals + raised), "it printed no error")
 
 
 def rollout_only(recipe: Recipe, urls: list[str], console: Console) -> None:
     """Sample, score and save every step's groups with the starting weights."""
-    from gspo_megatron.sampling import Sampler
-
     sampler = Sampler(recipe, urls)
     for step in range(1, recipe.train.num_rollout_steps + 1):
         groups = sampler.rollout(sampler.take_prompts(), step, weight_version=0)
         console.print(f"step {step:>4}  {sum(len(g.rollouts) for g in groups)} responses")
-    console.print(f"rollout groups are in {recipe.groups_dir}")
+    console.print(f"rollout groups are in {recipe.run_dir / 'rollouts'}")
 
 
 def finish(recipe: Recipe, console: Console) -> None:

@@ -68,6 +68,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("loss", "advantage", "-(sum of terms) / N over the optimizer step"),
         Metric("grad_norm", "1", "global L2 norm before clipping"),
         Metric("lr", "1", "learning rate of the optimizer step"),
+        Metric("packing_efficiency", "share", "tokens / (microbatches x token budget) over data-parallel ranks"),
     ),
     "seconds": tuple(
         Metric(stage, "s", "wall time of the stage on rank 0")
@@ -107,7 +108,7 @@ def metric_names(section: str) -> tuple[str, ...]:
 
 
 def summarize_minibatch(per_response: Mapping[str, Tensor]) -> dict[str, float]:
-    """Reduce one minibatch's per-response numbers to METRICS["minibatch"] without loss, grad_norm and lr.
+    """Reduce one minibatch's per-response numbers to METRICS["minibatch"] without the optimizer step's own numbers.
 
     A response with length 0 counts as a response, not as tokens; it has no log-ratio. A share of an empty set is 0.
 
@@ -199,7 +200,7 @@ def make_row(
     Args:
         state: counters after the step; all 0 for the evaluation of the starting policy.
         groups: the step's scored groups with advantages; empty when nothing was sampled.
-        minibatches: per optimizer step, summarize_minibatch's result with loss, grad_norm and lr.
+        minibatches: per optimizer step, summarize_minibatch's result with loss, grad_norm, lr and packing_efficiency.
         stage_s: seconds of each stage that ran.
         evaluation: the fields of evaluate.Evaluation for the weights after the step, or None.
 

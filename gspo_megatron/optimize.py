@@ -49,6 +49,7 @@ def optimizer_step(
     denominator: int,
     lr: float,
     temperature: float,
+    old_is_rollout: bool = False,
     save_failed_to: Path | None = None,
 ) -> StepResult:
     """Forward, backward, reduce, clip, update. Collective over all ranks.
@@ -61,6 +62,8 @@ def optimizer_step(
         denominator: N of the whole optimizer step: responses for RL, response tokens for supervised training.
         lr: learning rate of this step.
         temperature: divides the logits.
+        old_is_rollout: old log-probs are SGLang's own: the mismatch is then taken of the current policy, so that
+            minibatch 1 shows it at equal weights.
         save_failed_to: file for this rank's microbatches when the step is not finite.
 
     Raises:
@@ -79,7 +82,7 @@ def optimizer_step(
         report["entropy_sum"] = _per_response_sum(entropy_T.detach(), microbatch)
         if microbatch.old_logprobs_T is not None:
             report |= mismatch_per_response(
-                microbatch.old_logprobs_T,
+                logprobs_T.detach() if old_is_rollout else microbatch.old_logprobs_T,
                 microbatch.rollout_logprobs_T,
                 response_mask_T=microbatch.response_mask_T,
                 response_index_T=microbatch.response_index_T,

@@ -191,7 +191,7 @@ def summary_lines(run: Run) -> list[tuple[str, str]]:
         *lines,
         ("steps", f"{rollout_step}, {updates}"),
         ("tokens", f"{tokens:,} response tokens"),
-        ("wall time", f"{_duration(seconds)} (sum of the stages)"),
+        ("time in the loop", f"{_duration(seconds)} (sum of the stages; without cold start and start-up)"),
         ("responses clipped", _clip_summary(run)),
         *((label, str(run.run_dir / name)) for label, name in _places(run)),
     ]

@@ -56,7 +56,7 @@ class Sampler:
             group_size=recipe.rollout.group_size,
             temperature=recipe.rollout.temperature,
         )
-        save_groups(self.score(groups, rollout_step), step_file(recipe.groups_dir, rollout_step))
+        save_groups(self.score(groups, rollout_step), step_file(recipe.run_dir / "rollouts", rollout_step))
         return groups
 
     def score(self, groups: list[RolloutGroup], rollout_step: int) -> list[RolloutGroup]:
@@ -97,7 +97,9 @@ class Sampler:
         )
 
     def _load(self, prompts: list[Prompt], rollout_step: int) -> list[RolloutGroup]:
-        path = step_file(self._recipe.groups_dir, rollout_step)
+        if self._recipe.rollout.groups_dir is None:
+            raise ValueError("rollout.groups_dir: null; without servers it names the folder of saved groups")
+        path = step_file(Path(self._recipe.rollout.groups_dir), rollout_step)
         groups = load_groups(path)
         wanted, found = [p.prompt_id for p in prompts], [g.prompt.prompt_id for g in groups]
         if wanted != found:

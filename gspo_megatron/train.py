@@ -28,7 +28,7 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
         recipe: one complete run.
         console: rank 0's; quiet elsewhere.
         model_dir: Hugging Face directory that the servers were started with.
-        server_urls: SGLang servers; empty trains on the rollouts that recipe.groups_dir holds.
+        server_urls: SGLang servers; empty trains on the groups in rollout.groups_dir.
     """
     from gspo_megatron.advantage import add_advantages
     from gspo_megatron.batch import make_batches
@@ -51,7 +51,13 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
     state = TrainState()
     temperature = recipe.rollout.temperature
     failed_batch = recipe.run_dir / "failed_step" / f"rank_{parallel.rank}.safetensors"
-    step = partial(optimizer_step, lr=recipe.optimizer.lr, temperature=temperature, save_failed_to=failed_batch)
+    step = partial(
+        optimizer_step,
+        lr=recipe.optimizer.lr,
+        temperature=temperature,
+        old_is_rollout=recipe.loss.old_logprobs == "rollout",
+        save_failed_to=failed_batch,
+    )
 
     with StageClock(console, total_steps=recipe.train.num_rollout_steps) as clock:
         with clock.stage("evaluate"):
@@ -79,8 +85,9 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
             with clock.stage("evaluate"):
                 evaluation = parallel.on_rank_0(partial(sampler.evaluate, state))
             minibatches = [
-                summarize_minibatch(r.per_response) | {"loss": r.loss, "grad_norm": r.grad_norm, "lr": r.lr}
-                for r in results
+                summarize_minibatch(r.per_response)
+                | {"loss": r.loss, "grad_norm": r.grad_norm, "lr": r.lr, "packing_efficiency": b.packing_efficiency}
+                for r, b in zip(results, batches, strict=True)
             ]
             finish_step(state, writer, console, clock, groups=groups, minibatches=minibatches, evaluation=evaluation)
 

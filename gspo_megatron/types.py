@@ -6,7 +6,7 @@ Shapes: B = responses of the microbatch, T = packed tokens on this rank, S = seg
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +131,6 @@ class TrainState:
     rollout_step: int = 0
     optimizer_step: int = 0
     weight_version: int = 0
-    evaluations: list[dict[str, float]] = field(default_factory=list)
 
 
 def save_groups(groups: list[RolloutGroup], path: Path) -> None:

@@ -20,7 +20,7 @@ pin() {
 find_python() {
   local candidate
   for candidate in "$@"; do
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2> /dev/null; then
+    if [ "$("$candidate" -c 'import sys; print(*sys.version_info[:2])' 2> /dev/null)" = "3 11" ]; then
       echo "$candidate"
       return
     fi

@@ -98,7 +98,7 @@ def test_weights_moved_and_the_server_noticed(joined):
 
 
 def cold_start(run):
-    (folder,) = run.dir.parent.glob("cold-start-*")
+    (folder,) = (path for path in run.dir.parent.glob("cold-start-*") if path.is_dir())
     return folder
 
 

@@ -46,7 +46,6 @@ def test_recipe_holds_what_the_file_says():
     assert recipe.loss.clip_low == tree["loss"]["clip_low"]
     assert recipe.parallel.expert_model_parallel_size == 2
     assert recipe.rollout.sglang == tree["rollout"]["sglang"]
-    assert recipe.data_parallel_size == 2
     assert recipe.run_dir == Path("runs/gspo-tiny-moe-cpu")
 
 
@@ -112,7 +111,7 @@ def test_several_cross_field_problems_come_at_once():
         ("optimizer.lr=true", "optimizer.lr=True: wants float, got bool"),
         ("advantage.std=1", "advantage.std=1: wants bool, got int"),
         ("name=3", "name=3: wants str, got int"),
-        ("model.mcore=[]", "model.mcore=[]: wants a mapping"),
+        ("model.mcore=[]", "model.mcore=[]: wants a mapping with keys of text"),
         ("advantage=3", "advantage: wants a section with keys, got 3"),
         ("seed=null", "seed=None: wants int, got NoneType"),
         ("model.dtype=float16", "model.dtype='float16': wants one of float32, bfloat16"),
@@ -203,6 +202,21 @@ def test_model_directory_without_weights_is_refused_when_weights_are_wanted(tmp_
         (["advantage.ddof=2"], "advantage.ddof=2: wants 0 to 1"),
         (["train.num_rollout_steps=0"], "train.num_rollout_steps=0: wants at least 1"),
         (["seed=-1"], "seed=-1: wants 0 to"),
+        (["rollout.top_k=5"], "rollout.top_p=1.0, top_k=5: must be 1.0 and -1"),
+        (["rollout.top_p=0.9"], "rollout.top_p=0.9, top_k=-1: must be 1.0 and -1"),
+        (["evaluate.temperature=0.0"], "evaluate.temperature=0.0: wants 0.01 to 10"),
+        (["evaluate.every=0"], "evaluate.every=0: wants at least 1"),
+        (["optimizer.lr=.inf"], "optimizer.lr=inf: wants at least 0"),
+        (["optimizer.lr=.nan"], "optimizer.lr=nan: wants at least 0"),
+        (["batch.max_tokens_per_microbatch=8"], "batch.max_tokens_per_microbatch=8: holds no response of"),
+        (["rollout.sglang.tp_size=foo"], "rollout.sglang.tp_size='foo': wants a whole number"),
+        (["rollout.sglang.tp_size=2"], "rollout.sglang.tp_size=2: wants a whole number, and 1 with device: cpu"),
+        (["cluster.server_port=65535", "cluster.rollout_servers=2"], "cluster.server_port=65535: leaves no port"),
+        (["parallel.virtual_pipeline_model_parallel_size=2"], "parallel.virtual_pipeline_model_parallel_size: wants"),
+        (
+            ["parallel.expert_tensor_parallel_size=2"],
+            "cluster.trainer_ranks=2: is not a multiple of expert x expert-tensor x pipeline parallel = 4",
+        ),
         (["optimizer.adam_beta2=1.5"], "optimizer.adam_beta2=1.5: wants 0 to 1"),
         (["cold_start.flawed_fraction=2"], "cold_start.flawed_fraction=2.0: wants 0 to 1"),
         (["name=../elsewhere"], "name='../elsewhere': wants letters, digits"),
@@ -222,12 +236,12 @@ def test_values_that_cannot_run_together_are_refused(overrides, problem):
 
 
 def test_wide_sequence_clip_is_refused_for_long_responses_unless_allowed():
-    long = "rollout.max_response_tokens=4096"
-    (got,) = problems_of(long, "loss.clip_high=0.2")
+    long = ("rollout.max_response_tokens=4096", "batch.max_tokens_per_microbatch=8192")
+    (got,) = problems_of(*long, "loss.clip_high=0.2")
     assert got.startswith("loss.clip_low=0.012, clip_high=0.2: above 0.01 a sequence-level ratio of 4096-token")
-    load_recipe(RECIPE, [long, "loss.clip_high=0.2", "loss.allow_wide_clip=true"])
-    load_recipe(RECIPE, [long, "loss.clip_high=0.2", "loss.name=grpo"])
-    load_recipe(RECIPE, [long, "loss.clip_low=3.0e-4", "loss.clip_high=4.0e-4"])
+    load_recipe(RECIPE, [*long, "loss.clip_high=0.2", "loss.allow_wide_clip=true"])
+    load_recipe(RECIPE, [*long, "loss.clip_high=0.2", "loss.name=grpo"])
+    load_recipe(RECIPE, [*long, "loss.clip_low=3.0e-4", "loss.clip_high=4.0e-4"])
 
 
 def test_file_that_is_absent_or_no_mapping_or_no_yaml_is_refused(tmp_path):

@@ -1,8 +1,10 @@
 """The launcher: what it says of a bad recipe, what it leaves beside a run, how it finds why a trainer ended."""
 
 import io
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,11 +14,23 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import save_file
 
 from gspo_megatron.config import load_recipe
+from gspo_megatron.convert.ops import ConversionError
 from gspo_megatron.engine import take_port
-from gspo_megatron.launch import RunError, cause_of, git_state, main, prepare_run_dir, provenance, watch
+from gspo_megatron.launch import (
+    RunError,
+    cause_of,
+    check_weights,
+    git_state,
+    main,
+    prepare_run_dir,
+    provenance,
+    watch,
+)
 from gspo_megatron.process import Torchrun, trainer_environment
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +76,51 @@ def test_bad_recipe_is_one_message_and_status_2(
     for line, want in zip([first, *rest], wanted, strict=True):
         assert want in line
     assert not (tmp_path / "runs").exists(), "nothing was started or written"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        ([], "rollout.groups_dir: --only train wants a folder of saved groups"),
+        (["rollout.groups_dir={runs}/gspo-tiny-moe-cpu/rollouts"], "lies in this run's own folder"),
+        (["rollout.groups_dir={runs}/other/rollouts"], "other/rollouts: has no step_00001.jsonl"),
+    ],
+)
+def test_only_train_wants_the_groups_of_another_run(
+    overrides: list[str], wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    items = [f"output_dir={tmp_path}", *(o.format(runs=tmp_path) for o in overrides)]
+    assert main(["--config", RECIPE, "--only", "train", *(part for i in items for part in ("--set", i))]) == 2
+    assert wanted in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["SGLANG_IS_FLASHINFER_AVAILABLE", "NVTE_FLASH_ATTN"])
+def test_foreign_variables_are_refused_before_anything_is_written(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "0")
+    assert main(["--config", RECIPE, "--set", f"output_dir={tmp_path}"]) == 2
+    assert name in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_model_that_is_not_implemented_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads(Path("recipes/tiny-moe/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert main(["--config", RECIPE, "--set", f"model.hf_dir={tmp_path}", "--dry-run"]) == 2
+    assert f"model.hf_dir={tmp_path}: config.json:\n  model_type='llama'" in capsys.readouterr().err
+
+
+def test_weights_that_do_not_fit_are_refused_before_a_server_starts(tmp_path: Path) -> None:
+    shutil.copytree("recipes/tiny-moe", tmp_path / "hf")
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"cut short")
+    with pytest.raises(ConversionError, match="model.safetensors"):
+        check_weights(tmp_path / "hf")
+    save_file({"model.norm.weight": torch.ones(96)}, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(ConversionError, match="missing model.embed_tokens.weight"):
+        check_weights(tmp_path / "hf")
 
 
 def test_dry_run_checks_the_recipe_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,12 +235,18 @@ def test_failed_import_is_the_cause(cause_in: Callable[[str], str]) -> None:
 def test_killed_rank_is_the_cause_even_where_another_failed_first(cause_in: Callable[[str], str]) -> None:
     closed = "error: RuntimeError: Connection closed by peer"
     killed = {"other_exit": "-9", "other": "Signal 9 (SIGKILL) received by PID 25323"}
-    assert cause_in(RAISED.format(rank_1=closed, **killed)) == "Signal 9 (SIGKILL) received by PID 25323"
+    said = cause_in(RAISED.format(rank_1=closed, **killed))
+    assert said == "Signal 9 (SIGKILL) received by PID 25323; RuntimeError: Connection closed by peer"
+
+
+def test_error_line_that_torch_has_prefixed_is_the_cause(cause_in: Callable[[str], str]) -> None:
+    log = f"{TRACEBACK.format(error='KeyError')}\n[rank1]: KeyError: 'a'\n[rank1]: error: KeyError: 'a'"
+    assert cause_in(RAISED.format(rank_1=log, **ENDED_BY_TORCHRUN)) == "KeyError: 'a'"
 
 
 def test_cause_of_a_silent_log_says_that_little(cause_in: Callable[[str], str]) -> None:
-    assert cause_in("") == "no output"
-    assert cause_in("first\nlast\n") == "last"
+    assert cause_in("") == "it printed no error"
+    assert cause_in("a warning\n") == "it printed no error"
 
 
 KILLS_ITSELF = """

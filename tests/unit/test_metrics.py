@@ -21,6 +21,8 @@ from gspo_megatron.metrics import (
 )
 from gspo_megatron.types import Prompt, Rollout, RolloutGroup, TrainState
 
+OF_THE_STEP = {"loss": -0.5, "grad_norm": 0.75, "lr": 1.0e-4, "packing_efficiency": 0.25}
+
 
 def per_response(**columns: list[float]) -> dict[str, torch.Tensor]:
     """Four responses; the third has no token. Columns that a test does not name are 0."""
@@ -43,7 +45,7 @@ FOUR = dict(
 
 
 def minibatch() -> dict[str, float]:
-    return summarize_minibatch(per_response(**FOUR)) | {"loss": -0.5, "grad_norm": 0.75, "lr": 1.0e-4}
+    return summarize_minibatch(per_response(**FOUR)) | OF_THE_STEP
 
 
 def group(*, rewards: list[float], advantages: list[float], lengths: list[int], name: str = "p") -> RolloutGroup:

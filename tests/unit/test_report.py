@@ -65,6 +65,7 @@ def fake_minibatch(rng: random.Random, k: int) -> dict[str, float]:
         "loss": -0.01 * k,
         "grad_norm": rng.uniform(0.3, 0.9),
         "lr": 1.0e-4,
+        "packing_efficiency": 0.25,
     }
 
 
@@ -157,7 +158,7 @@ def test_summary_states_accuracy_steps_tokens_time_and_clip(finished: Path) -> N
     assert lines["tokens"] == f"{40 * 32 * 9:,} response tokens"
     rows = load_metrics(finished / "metrics.jsonl")
     seconds = round(sum(value for row in rows for value in row["stage_s"].values()))
-    assert lines["wall time"] == f"{seconds // 60} min {seconds % 60:02d} s (sum of the stages)"
+    assert lines["time in the loop"].startswith(f"{seconds // 60} min {seconds % 60:02d} s (sum of the stages")
     later = [m["clip_fraction_responses"] for row in rows for m in row["minibatches"][1:]]
     assert lines["responses clipped"] == (
         f"minibatch 1: none; later ones: {sum(later) / len(later):.1%} on average"
