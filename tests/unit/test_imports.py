@@ -67,5 +67,10 @@ def test_maths_layer_names_torch_at_most(file):
     assert not others
 
 
-def test_config_loads_without_torch():
-    import_without(["gspo_megatron.config"], "torch")
+def test_only_mcore_imports_megatron():
+    importing = {file.relative_to(PACKAGE) for file in PACKAGE.rglob("*.py") if "megatron" in imported_packages(file)}
+    assert {path.parts[0] for path in importing} == {"mcore"}
+
+
+def test_config_and_its_checks_load_without_torch():
+    import_without(["gspo_megatron.config", "gspo_megatron.checks"], "torch")
