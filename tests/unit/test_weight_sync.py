@@ -42,12 +42,18 @@ def test_failed_call_is_not_kept_waiting_by_a_blocked_collective():
 
 
 def test_error_in_the_thread_is_an_error_of_the_push(monkeypatch):
-    seen = []
-    monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_value))
+    seen, has_seen = [], threading.Event()  # the thread reports first and is unwound after
+
+    def hook(args):
+        seen.append(args.exc_value)
+        has_seen.set()
+
+    monkeypatch.setattr(threading, "excepthook", hook)
 
     async def push():
         await _in_daemon_thread(lambda: sys.getrefcount())
 
     with pytest.raises(RolloutError, match="weight push failed"):
         asyncio.run(push())
+    assert has_seen.wait(timeout=10)
     assert isinstance(seen[0], TypeError)
