@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,7 @@ def save_checkpoint(policy: Policy, optimizer: Any, state: TrainState, out_dir: 
     write_shards(policy, optimizer, tmp)
 
     def publish() -> None:
-        counters = {
-            "rollout_step": state.rollout_step,
-            "optimizer_step": state.optimizer_step,
-            "weight_version": state.weight_version,
-        }
-        (tmp / "train_state.json").write_text(json.dumps(counters, indent=2) + "\n")
+        (tmp / "train_state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
         tmp.rename(out_dir)
 
     dist.barrier()

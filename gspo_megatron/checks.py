@@ -15,7 +15,7 @@ from typing import Any
 from gspo_megatron.config import ConfigError, Recipe
 
 MAX_SEQUENCE_CLIP = 0.01
-"""A sequence-level ratio is a mean over the response: at long responses a wider band never clips (facts: 1.3)."""
+"""A sequence-level ratio is a mean over the response: at long responses a wider band never clips."""
 LONG_RESPONSE_TOKENS = 1000
 
 # TransformerConfig fields that this project derives from config.json, the recipe or the objective.
@@ -242,16 +242,16 @@ def _check_model(recipe: Recipe) -> list[str]:
         return [f"model.hf_dir={hf_dir}: config.json is not JSON ({error})"]
     p = recipe.parallel
     stages = p.pipeline_model_parallel_size * (p.virtual_pipeline_model_parallel_size or 1)
-    for key, size, names in (
-        ("expert_model_parallel_size", p.expert_model_parallel_size, ("num_experts", "num_local_experts")),
-        ("expert_tensor_parallel_size", p.expert_tensor_parallel_size, ("moe_intermediate_size",)),
-        ("tensor_model_parallel_size", p.tensor_model_parallel_size, ("num_attention_heads",)),
-        ("tensor_model_parallel_size", p.tensor_model_parallel_size, ("num_key_value_heads",)),
-        ("pipeline_model_parallel_size x virtual", stages, ("num_hidden_layers",)),
+    for key, size, name in (
+        ("expert_model_parallel_size", p.expert_model_parallel_size, "num_experts"),
+        ("expert_model_parallel_size", p.expert_model_parallel_size, "num_local_experts"),
+        ("expert_tensor_parallel_size", p.expert_tensor_parallel_size, "moe_intermediate_size"),
+        ("tensor_model_parallel_size", p.tensor_model_parallel_size, "num_attention_heads"),
+        ("tensor_model_parallel_size", p.tensor_model_parallel_size, "num_key_value_heads"),
+        ("pipeline_model_parallel_size x virtual", stages, "num_hidden_layers"),
     ):
-        for name in names:
-            count = config.get(name) if isinstance(config, dict) else None
-            if isinstance(count, int) and count % size:
-                fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-                problems.append(f"parallel.{key}={size}: does not divide {name}={count}; use one of {fitting}")
+        count = config.get(name) if isinstance(config, dict) else None
+        if isinstance(count, int) and count % size:
+            fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            problems.append(f"parallel.{key}={size}: does not divide {name}={count}; use one of {fitting}")
     return problems

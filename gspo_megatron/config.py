@@ -112,7 +112,7 @@ class RolloutConfig:
     max_response_tokens: int
     """A response that reaches it ends with finish reason `length`."""
     top_p: float = 1.0
-    """Must be 1: a truncated support shifts log-probs against the trainer's (facts: 3.3)."""
+    """Must be 1: a truncated support shifts log-probs against the trainer's."""
     top_k: int = -1
     """Must be -1 (off), as top_p."""
     request_timeout_s: float = 120.0

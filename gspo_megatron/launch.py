@@ -313,7 +313,8 @@ def rollout_only(recipe: Recipe, urls: list[str], console: Console) -> None:
     """Sample, score and save every step's groups with the starting weights."""
     sampler = Sampler(recipe, urls)
     for step in range(1, recipe.train.num_rollout_steps + 1):
-        groups = sampler.rollout(sampler.take_prompts(), step, weight_version=0)
+        groups = sampler.score(sampler.rollout(sampler.take_prompts(), step, weight_version=0), step)
+        sampler.save(groups, step)
         console.print(f"step {step:>4}  {sum(len(g.rollouts) for g in groups)} responses")
     console.print(f"rollout groups are in {recipe.run_dir / 'rollouts'}")
 

@@ -1,7 +1,7 @@
 """The objectives: GSPO (arXiv:2507.18071v2), GRPO for comparison, and supervised cold start. Never imports Megatron.
 
-Every loss returns a sum over responses; the caller divides by the global count N (DESIGN 3, N spans data-parallel
-ranks and microbatches). Everything is float32 or wider: bfloat16 rounds a band of 3e-4 around 1 away.
+Every loss returns a sum over responses; the caller divides by the global count N (it spans data-parallel ranks
+and microbatches). Everything is float32 or wider: bfloat16 rounds a band of 3e-4 around 1 away.
 
 Context parallel (CP): a response's tokens lie on several ranks, each of which holds its own tokens' gradient; added
 up over the group, gradients are those of the whole response and loss_sum counts each response once.
@@ -66,7 +66,7 @@ def sequence_log_ratio(
         ValueError: the two log-prob tensors differ in shape, or logprobs_T is narrower than float32.
     """
     log_ratio_T = _token_log_ratio(logprobs_T, old_logprobs_T, response_mask_T)
-    sum_B = _sum_per_response(log_ratio_T, response_index_T, response_length_B)
+    sum_B = sum_per_response(log_ratio_T, response_index_T, response_length_B)
     if cp_group is not None:
         # A differentiable all-reduce would multiply gradients by the group's size.
         sum_B = _all_reduced(sum_B, cp_group) + (sum_B - sum_B.detach())
@@ -136,7 +136,7 @@ def grpo_loss(
     masked_T = torch.stack(
         [torch.where(microbatch.response_mask_T, x, 0.0) for x in (term_T, log_ratio_T, clipped_T, outside_T)]
     )
-    term_B, *counts = (_sum_per_response(x_T, index_T, length_B) for x_T in masked_T)
+    term_B, *counts = (sum_per_response(x_T, index_T, length_B) for x_T in masked_T)
     counts_3B = torch.stack(counts).detach()
     if cp_group is not None:
         counts_3B = _all_reduced(counts_3B, cp_group)
@@ -192,7 +192,8 @@ def _token_log_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, response_mask_T
     return logprobs_T - torch.where(response_mask_T, old_logprobs_T.detach(), 0.0)
 
 
-def _sum_per_response(values_T: Tensor, response_index_T: Tensor, response_length_B: Tensor) -> Tensor:
+def sum_per_response(values_T: Tensor, response_index_T: Tensor, response_length_B: Tensor) -> Tensor:
+    """[B] sums of values_T over the positions of each response; values outside responses must be 0."""
     return values_T.new_zeros(response_length_B.shape).index_add(0, response_index_T, values_T)
 
 

@@ -1,6 +1,6 @@
 """One optimizer step through megatron-core's schedule; and forward-only log-probs with the same packing.
 
-Normalisation (DESIGN 3): with `calculate_per_token_loss` megatron-core sums the returned token counts over data and
+Normalisation: with `calculate_per_token_loss` megatron-core sums the returned token counts over data and
 context parallel and divides the gradients by that total T. Each microbatch returns loss_sum * T / N, so the terms end
 up over the global N while auxiliary losses keep their meaning.
 """
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gspo_megatron.loss import LossOutput
+from gspo_megatron.loss import LossOutput, sum_per_response
 from gspo_megatron.mcore.model import Policy
 from gspo_megatron.mcore.schedule import broadcast_from_last_stage, run_schedule
 from gspo_megatron.mismatch import mismatch_per_response
@@ -79,7 +79,8 @@ def optimizer_step(
         result = loss_fn(logprobs_T, microbatch)
         tokens = torch.tensor(microbatch.num_unpadded_tokens, dtype=torch.int, device=output.device)
         report = {"loss_sum": result.loss_sum.detach(), **result.per_response}
-        report["entropy_sum"] = _per_response_sum(entropy_T.detach(), microbatch)
+        kept_T = torch.where(microbatch.response_mask_T, entropy_T.detach(), 0.0)
+        report["entropy_sum"] = sum_per_response(kept_T, microbatch.response_index_T, microbatch.response_length_B)
         if microbatch.old_logprobs_T is not None:
             report |= mismatch_per_response(
                 logprobs_T.detach() if old_is_rollout else microbatch.old_logprobs_T,
@@ -153,13 +154,6 @@ def save_microbatches(batch: TrainBatch, path: Path) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path)
-
-
-def _per_response_sum(values_T: Tensor, microbatch: Microbatch) -> Tensor:
-    """Sum over the response tokens of each response, [B]."""
-    kept_T = torch.where(microbatch.response_mask_T, values_T, 0.0)
-    zeros_B = values_T.new_zeros(microbatch.response_length_B.shape)
-    return zeros_B.index_add(0, microbatch.response_index_T, kept_T)
 
 
 # Per-response values that each context-parallel rank holds for its own tokens only, and how they combine.

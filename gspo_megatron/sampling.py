@@ -21,7 +21,7 @@ def step_file(folder: Path, rollout_step: int) -> Path:
 
 
 class Sampler:
-    """Every rank holds one: prompts and scores are the same everywhere, `rollout` and `evaluate` are rank 0's."""
+    """Every rank holds one: prompts and scores are the same everywhere, the rest is rank 0's."""
 
     def __init__(self, recipe: Recipe, server_urls: list[str]) -> None:
         self._recipe, self._urls = recipe, server_urls
@@ -39,7 +39,7 @@ class Sampler:
         return self._stream.take(self._recipe.rollout.num_prompts)
 
     def rollout(self, prompts: list[Prompt], rollout_step: int, weight_version: int) -> list[RolloutGroup]:
-        """Sample the prompts and save the groups; without servers, load the groups of this step instead.
+        """Sample the prompts; without servers, load the groups of this step instead.
 
         Raises:
             RolloutError: from SGLang.
@@ -48,7 +48,7 @@ class Sampler:
         recipe = self._recipe
         if not self._urls:
             return self._load(prompts, rollout_step)
-        groups = self._generate(
+        return self._generate(
             prompts,
             seed=recipe.seed,
             rollout_step=rollout_step,
@@ -56,8 +56,11 @@ class Sampler:
             group_size=recipe.rollout.group_size,
             temperature=recipe.rollout.temperature,
         )
-        save_groups(self.score(groups, rollout_step), step_file(recipe.run_dir / "rollouts", rollout_step))
-        return groups
+
+    def save(self, groups: list[RolloutGroup], rollout_step: int) -> None:
+        """Keep a step's scored groups with the run; those that were loaded lie elsewhere already."""
+        if self._urls:
+            save_groups(groups, step_file(self._recipe.run_dir / "rollouts", rollout_step))
 
     def score(self, groups: list[RolloutGroup], rollout_step: int) -> list[RolloutGroup]:
         """Rewards; permuted over the batch in the control arm."""

@@ -71,6 +71,8 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
                 groups = parallel.on_rank_0(partial(sampler.rollout, prompts, rollout_step, state.weight_version))
             with clock.stage("reward"):
                 groups = add_advantages(sampler.score(groups, rollout_step), recipe.advantage)
+                if parallel.rank == 0:
+                    sampler.save(groups, rollout_step)
             with clock.stage("batch"):
                 batches = make_batches(groups, recipe.batch, parallel.batch_layout)
             with clock.stage("old_logprobs"):
@@ -91,6 +93,8 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
             ]
             finish_step(state, writer, console, clock, groups=groups, minibatches=minibatches, evaluation=evaluation)
 
+    if writer is not None:
+        writer.close()
     weight_sync.close()
     console.print("saving the Megatron checkpoint and the Hugging Face export")
     save_checkpoint(policy, optimizer, state, recipe.run_dir / "checkpoint")

@@ -110,7 +110,7 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:
-    """One optimizer step's data on one data-parallel rank, with the two global counts (DESIGN 3)."""
+    """One optimizer step's data on one data-parallel rank, with the two global counts."""
 
     microbatches: list[Microbatch]
     """Same count on every data-parallel rank."""

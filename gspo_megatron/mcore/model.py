@@ -135,9 +135,11 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // tp_size) * tp_size
 
 
-def make_config(recipe: Recipe, parallel: Parallel) -> tuple[TransformerConfig, qwen3_moe.ModelArguments]:
+def make_config(
+    hf_config: dict[str, Any], recipe: Recipe, parallel: Parallel
+) -> tuple[TransformerConfig, qwen3_moe.ModelArguments]:
     """TransformerConfig from config.json, the recipe's layout and its pass-through keys."""
-    fields, arguments = qwen3_moe.transformer_config(read_config(Path(recipe.model.hf_dir)))
+    fields, arguments = qwen3_moe.transformer_config(hf_config)
     p = recipe.parallel
     dtype = getattr(torch, recipe.model.dtype)
     interleaved = p.virtual_pipeline_model_parallel_size is not None
@@ -169,9 +171,9 @@ def make_config(recipe: Recipe, parallel: Parallel) -> tuple[TransformerConfig, 
 
 def build_policy(recipe: Recipe, parallel: Parallel) -> Policy:
     """Build this rank's chunks; the weights are whatever the constructors leave. Collective (DDP buffers)."""
-    config, arguments = make_config(recipe, parallel)
-    padded = padded_vocab_size(arguments.vocab_size, parallel.tp_size)
     hf_config = read_config(Path(recipe.model.hf_dir))
+    config, arguments = make_config(hf_config, recipe, parallel)
+    padded = padded_vocab_size(arguments.vocab_size, parallel.tp_size)
     stages = config.virtual_pipeline_model_parallel_size or 1
     modules = [_chunk(recipe, config, arguments, padded, s if stages > 1 else None) for s in range(stages)]
     if parallel.device.type == "cuda":
@@ -280,8 +282,8 @@ def load_hf_weights(policy: Policy, optimizer: Any, read: TensorReader | dict[st
 def load_initial_weights(policy: Policy, optimizer: Any, recipe: Recipe) -> None:
     """Weights as model.init says: from model.hf_dir, or drawn from the seed; the same for every layout."""
     if recipe.model.init == "random":
-        std = float(read_config(Path(recipe.model.hf_dir))["initializer_range"])
-        load_hf_weights(policy, optimizer, dict(random_tensors(policy.ops, std=std, seed=recipe.seed)), "random")
+        tensors = random_tensors(policy.ops, std=policy.config.init_method_std, seed=recipe.seed)
+        load_hf_weights(policy, optimizer, dict(tensors), "random")
     else:
         load_hf_weights(policy, optimizer, TensorReader(Path(recipe.model.hf_dir)), recipe.model.hf_dir)
 

@@ -1,4 +1,4 @@
-"""DESIGN 4.1: the same batch gives the same numbers on a layout as on one process without any."""
+"""Layout invariance: the same batch gives the same numbers on a layout as on one process without any."""
 
 from functools import cache
 from typing import Any

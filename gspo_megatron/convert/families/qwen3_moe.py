@@ -46,8 +46,6 @@ class ModelArguments:
     """Rows of the embedding, without padding."""
     rotary_base: int
     share_embeddings_and_output_weights: bool
-    initializer_range: float
-    """Standard deviation of a random initialisation."""
 
 
 def transformer_config(hf: dict[str, Any]) -> tuple[dict[str, Any], ModelArguments]:
@@ -96,7 +94,6 @@ def transformer_config(hf: dict[str, Any]) -> tuple[dict[str, Any], ModelArgumen
         vocab_size=hf["vocab_size"],
         rotary_base=int(rope["rope_theta"]),
         share_embeddings_and_output_weights=hf["tie_word_embeddings"],
-        initializer_range=hf["initializer_range"],
     )
     return fields, arguments
 
