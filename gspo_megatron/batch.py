@@ -110,9 +110,10 @@ def pack_batch(
     bins = _balance(padded, budget, layout.dp_size)
     num_tokens = sum(s.num_tokens for s in sequences)
     return TrainBatch(
-        microbatches=[_pack([sequences[i] for i in members], layout) for members in _own(bins, layout)],
+        microbatches=[_pack({i: sequences[i] for i in members}, layout) for members in _own(bins, layout)],
         num_responses=len(sequences),
         num_tokens=num_tokens,
+        num_response_tokens=sum(len(s.response_ids) for s in sequences),
         minibatch_index=minibatch_index,
         packing_efficiency=num_tokens / (len(bins) * budget),
     )
@@ -180,25 +181,32 @@ def _own(bins: list[list[int]], layout: BatchLayout) -> list[list[int]]:
     return bins[layout.dp_rank :: layout.dp_size]
 
 
-def _pack(sequences: list[TrainSequence], layout: BatchLayout) -> Microbatch:
-    is_dummy = not sequences
+def _pack(members: dict[int, TrainSequence], layout: BatchLayout) -> Microbatch:
+    """The microbatch of some of the optimizer step's sequences, by their place in it."""
+    is_dummy = not members
     if is_dummy:
         # Full length, so that attention never meets an empty segment.
-        sequences = [TrainSequence(name="dummy", prompt_ids=(0,) * layout.padding_multiple, response_ids=())]
+        members = {-1: TrainSequence(name="dummy", prompt_ids=(0,) * layout.padding_multiple, response_ids=())}
+    sequences = list(members.values())
     unpadded = [s.num_tokens for s in sequences]
     padded = [_pad_up(n, layout.padding_multiple) for n in unpadded]
     rows = [_lay_out(s, index, length) for index, (s, length) in enumerate(zip(sequences, padded, strict=True))]
     packed = {name: torch.cat([_context_slice(row[name], layout) for row in rows]) for name in rows[0]}
-    is_unpadded_T = packed.pop("is_unpadded_T")
+    if is_dummy:
+        packed["is_padding_T"] = torch.ones_like(packed["is_padding_T"])
     return Microbatch(
         **packed,
         response_length_B=torch.tensor([len(s.response_ids) for s in sequences]),
+        response_number_B=torch.tensor(list(members)),
         advantages_B=torch.tensor([s.advantage for s in sequences], dtype=torch.float32),
         old_logprobs_T=None,
+        ref_logprobs_T=None,
+        routed_experts=None,
+        row_length=None,
         cu_seqlens=_starts(unpadded),
         cu_seqlens_padded=_starts(padded),
         max_seqlen=max(padded),
-        num_unpadded_tokens=0 if is_dummy else int(is_unpadded_T.sum()),
+        num_unpadded_tokens=int((~packed["is_padding_T"]).sum()),
     )
 
 
@@ -210,6 +218,7 @@ def _lay_out(sequence: TrainSequence, index: int, length: int) -> dict[str, Tens
     labels[: n - 1] = tokens[1:n]
     response_index[:n] = index
     position = torch.arange(length)
+    mask = (position >= first) & (position < n - 1)
     rollout_logprobs = torch.zeros(length)
     if sequence.rollout_logprobs is not None:
         rollout_logprobs[first : n - 1] = torch.tensor(sequence.rollout_logprobs)
@@ -217,10 +226,11 @@ def _lay_out(sequence: TrainSequence, index: int, length: int) -> dict[str, Tens
         "tokens_T": tokens,
         "labels_T": labels,
         "position_ids_T": position,
-        "response_mask_T": (position >= first) & (position < n - 1),
+        "response_mask_T": mask,
         "response_index_T": response_index,
         "rollout_logprobs_T": rollout_logprobs,
-        "is_unpadded_T": position < n,
+        "advantages_T": torch.where(mask, sequence.advantage, 0.0),
+        "is_padding_T": position >= n,
     }
 
 

@@ -29,6 +29,9 @@ class ModelConfig:
     """`weights` loads safetensors from hf_dir; `random` draws from `seed` with config.json's initializer_range."""
     dtype: Literal["float32", "bfloat16"]
     """Parameters and activations of trainer and server; router, softmax, loss and ratio stay float32."""
+    fp32_lm_head: bool
+    """Multiply by the output layer in float32, in trainer and server. bfloat16 logits alone move log s by more than the
+    paper's band; no difference when dtype is float32."""
     mcore: dict[str, Any] = field(default_factory=dict)
     """Passed to megatron-core's TransformerConfig under its own names."""
 
@@ -48,6 +51,10 @@ class ParallelConfig:
     """Required by megatron-core when a MoE trains with tensor parallel > 1."""
     use_distributed_optimizer: bool = True
     """Shards optimizer state over data parallel; changes memory, not results."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass runs."""
+    overlap_param_gather: bool = False
+    """Gather the distributed optimizer's new parameters while the next forward pass runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +151,12 @@ class AdvantageConfig:
     ddof: int
     """1: sample standard deviation (torch's default); 0: population. The paper states neither."""
     eps: float = 1.0e-6
+    overlong_filter: Literal["off", "before_statistics", "after_statistics"] = "off"
+    """Take responses that reached max_response_tokens out of the loss and out of N: before or after they count in their
+    group's mean and standard deviation."""
+    overlong_buffer_tokens: int = 0
+    """DAPO's soft punishment (arXiv:2503.14476, Eq. 13), part of the reward and so before the statistics: within this
+    many tokens of max_response_tokens the reward falls linearly by up to 1. 0: off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,23 +166,69 @@ class BatchConfig:
     num_minibatches: int
     """Optimizer steps per rollout; with 1 the ratio never leaves 1 and the clip never acts (the paper: 4)."""
     max_tokens_per_microbatch: int
-    """Packed tokens per rank and forward pass."""
+    """Tokens per rank and forward pass, padding included."""
+    mode: Literal["packed", "padded"] = "packed"
+    """packed: sequences end to end (THD). padded: rows as long as the longest sequence of the minibatch (BSHD)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorrectionConfig:
+    """Weight of the rollout correction: rho = pi_old / mu, mu being SGLang's own probability (mismatch.py)."""
+
+    name: Literal["tis", "icepop", "mis", "sequence_tis_mean", "sequence_tis_sum", "sequence_mis", "geometric_rejection"]
+    """tis: min(rho_t, high). icepop: rho_t inside [low, high], else 0. mis: rho_t up to high, else 0. sequence_tis_mean
+    and _sum: min(exp(mean or sum of log rho_t), high). sequence_mis: exp(sum) up to high, else 0.
+    geometric_rejection: 1 where exp(mean) is inside [low, high], else 0."""
+    high: float
+    """Upper bound of the ratio."""
+    low: float | None = None
+    """Lower bound of the ratio, for icepop and geometric_rejection."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KlConfig:
+    """Penalty for leaving the reference policy, which is the policy that RL started from."""
+
+    coef: float
+    estimator: Literal["k1", "k2", "k3"]
+    """Of KL(pi || ref), with d = log pi - log ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d."""
+    place: Literal["reward", "loss"]
+    """reward: coef times the response's summed estimate is taken from its reward, before the group statistics. loss: coef
+    times each token's estimate joins the objective's own sum; its gradient is the estimator's own, which for k1 is
+    zero in expectation, for k2 that of KL(pi || ref), for k3 that of KL(ref || pi)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
     """The objective."""
 
-    name: Literal["gspo", "grpo"]
-    """gspo: Eq. 5 and 7 of the paper. grpo: Eq. 2, for comparison."""
-    clip_low: float
-    """Left clipping range: ratios below 1 - clip_low stop the gradient of negative advantages."""
-    clip_high: float
-    """Right clipping range: ratios above 1 + clip_high stop the gradient of positive advantages."""
+    name: Literal["gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "cispo", "gmpo", "sapo", "minirl"]
+    """gspo: Eq. 5 and 7 of the paper; gspo_token: its per-token form; the others are for comparison (loss.py)."""
+    clip_low: float | None
+    """Left clipping range: ratios below 1 - clip_low stop the gradient of negative advantages. gmpo: of log-ratios.
+    null for cispo and sapo."""
+    clip_high: float | None
+    """Right clipping range: ratios above 1 + clip_high stop the gradient of positive advantages. null for sapo."""
     old_logprobs: Literal["recompute", "rollout"]
     """recompute: by the trainer with the same packing (ratio exactly 1 on minibatch 1). rollout: SGLang's own."""
+    tau_positive: float | None = None
+    """sapo's temperature of the soft gate for advantages > 0 (published: 1.0)."""
+    tau_negative: float | None = None
+    """The same for advantages < 0 (published: 1.05)."""
+    aggregation: Literal["sequence_mean", "token_mean", "token_sum", "token_sum_over_limit"] | None = None
+    """How tokens' terms become one number; null is the objective's own (loss.py's table)."""
+    correction: CorrectionConfig | None = None
+    """Weight of each term against the mismatch between trainer and server; null: none."""
+    kl: KlConfig | None = None
+    """null: no reference policy is kept."""
+    entropy_coef: float = 0.0
+    """Entropy bonus: this times each token's entropy joins the objective's own sum."""
+    routing_replay: Literal["none", "r2"] = "none"
+    """r2: the update routes every token as the old-log-prob pass did (mcore/routing_replay.py)."""
     allow_wide_clip: bool = False
     """Permit a sequence-level band above 0.01 with responses above 1,000 tokens."""
+    band_is_measured: bool = False
+    """The band was sized from the spread of log s at learning rate 0 with old_logprobs: rollout; silences a warning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -150,7 +150,7 @@ def save_microbatches(batch: TrainBatch, path: Path) -> None:
         f"{i}.{f.name}": value.contiguous().cpu()
         for i, microbatch in enumerate(batch.microbatches)
         for f in fields(microbatch)
-        if (value := getattr(microbatch, f.name)) is not None and not isinstance(value, int)
+        if isinstance(value := getattr(microbatch, f.name), Tensor)
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path)

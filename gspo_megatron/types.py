@@ -53,6 +53,15 @@ class Rollout:
     reward: float | None = None
     is_exact: bool | None = None
     advantage: float | None = None
+    """Group-relative; of every token, unless token_advantages says otherwise."""
+    token_advantages: tuple[float, ...] | None = None
+    """One per response token, for objectives per token; None: all equal advantage."""
+    response_mask: tuple[bool, ...] | None = None
+    """True on tokens that the policy sampled, False on those put in between (a tool's answer); None: all sampled."""
+    ref_logprobs: tuple[float, ...] | None = None
+    """The reference policy's log-probability of each response token, nats; None without a KL penalty."""
+    is_filtered: bool = False
+    """Taken out of the loss and of N."""
 
     def with_reward(self, reward: float, is_exact: bool) -> Rollout:
         """The same rollout, scored."""
@@ -73,9 +82,9 @@ class RolloutGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Microbatch:
-    """The packed responses of one forward pass on one rank (THD layout).
+    """The responses of one forward pass on one rank: packed end to end (THD), or rows of equal length (BSHD).
 
-    Position t of a sequence predicts token t + 1, so labels are the tokens shifted by one and every per-token
+    Rows are flattened sequence by sequence, so every [T] field reads the same in both. Position t of a sequence predicts token t + 1, so labels are the tokens shifted by one and every per-token
     field below is aligned with the *predicting* position. Sequences are padded to the alignment that TP, SP and CP
     need; padding carries response_mask_T False and response_index_T 0.
     """
@@ -92,12 +101,25 @@ class Microbatch:
     """[T] int64 in [0, B). The response that owns the position."""
     response_length_B: Tensor
     """[B] int64, tokens. |y_i| over all context-parallel ranks."""
+    response_number_B: Tensor
+    """[B] int64. Place of the response in the optimizer step's sequences; -1 for a dummy."""
     advantages_B: Tensor
-    """[B] float32."""
+    """[B] float32. The response's own."""
+    advantages_T: Tensor
+    """[T] float32. Each token's: advantages_B, unless the rollout has token_advantages; 0 outside the mask."""
+    is_padding_T: Tensor
+    """[T] bool. True on tokens that belong to no sequence; auxiliary losses leave them out."""
     rollout_logprobs_T: Tensor
     """[T] float32, nats. SGLang's own; 0 outside the mask."""
     old_logprobs_T: Tensor | None
     """[T] float32, nats. The trainer's, before the first minibatch; None until add_old_logprobs."""
+    ref_logprobs_T: Tensor | None
+    """[T] float32, nats. The reference policy's, 0 outside the mask; None without a KL penalty."""
+    routed_experts: tuple[Tensor, ...] | None
+    """Routes to replay: per model chunk of this rank [MoE layers, tokens of this rank's sequence-parallel slice, topk]
+    int16; None without routing replay."""
+    row_length: int | None
+    """Tokens of one row in padding mode, whole rows before context-parallel slicing; None when packed."""
     cu_seqlens: Tensor
     """[S] int32. Sequence starts without padding, whole sequences (not context-parallel slices)."""
     cu_seqlens_padded: Tensor
@@ -118,6 +140,8 @@ class TrainBatch:
     """N: responses of the optimizer step over all data-parallel ranks and microbatches."""
     num_tokens: int
     """T: unpadded tokens of the optimizer step over all data-parallel ranks and microbatches."""
+    num_response_tokens: int
+    """Of those, the ones that carry a loss term."""
     minibatch_index: int
     """Place within the rollout: minibatch 0 is on-policy when old log-probs are recomputed."""
     packing_efficiency: float
@@ -167,9 +191,7 @@ def load_groups(path: Path) -> list[RolloutGroup]:
                 Rollout(
                     **{
                         **r,
-                        "response_ids": tuple(r["response_ids"]),
-                        "rollout_logprobs": tuple(r["rollout_logprobs"]),
-                        "weight_versions": tuple(r["weight_versions"]),
+                        **{name: tuple(value) for name, value in r.items() if isinstance(value, list)},
                     }
                 )
                 for r in record["rollouts"]
