@@ -30,8 +30,8 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"]
     """Parameters and activations of trainer and server; router, softmax, loss and ratio stay float32."""
     fp32_lm_head: bool
-    """Multiply by the output layer in float32, in trainer and server. bfloat16 logits alone move log s by more than the
-    paper's band; no difference when dtype is float32."""
+    """Multiply by the output layer in float32, in trainer and server. bfloat16 logits alone move log s by more than
+    the paper's band; no difference when dtype is float32."""
     mcore: dict[str, Any] = field(default_factory=dict)
     """Passed to megatron-core's TransformerConfig under its own names."""
 
@@ -152,8 +152,8 @@ class AdvantageConfig:
     """1: sample standard deviation (torch's default); 0: population. The paper states neither."""
     eps: float = 1.0e-6
     overlong_filter: Literal["off", "before_statistics", "after_statistics"] = "off"
-    """Take responses that reached max_response_tokens out of the loss and out of N: before or after they count in their
-    group's mean and standard deviation."""
+    """Take responses that reached max_response_tokens out of the loss and out of N: before or after they count in
+    their group's mean and standard deviation."""
     overlong_buffer_tokens: int = 0
     """DAPO's soft punishment (arXiv:2503.14476, Eq. 13), part of the reward and so before the statistics: within this
     many tokens of max_response_tokens the reward falls linearly by up to 1. 0: off."""
@@ -175,9 +175,11 @@ class BatchConfig:
 class CorrectionConfig:
     """Weight of the rollout correction: rho = pi_old / mu, mu being SGLang's own probability (mismatch.py)."""
 
-    name: Literal["tis", "icepop", "mis", "sequence_tis_mean", "sequence_tis_sum", "sequence_mis", "geometric_rejection"]
-    """tis: min(rho_t, high). icepop: rho_t inside [low, high], else 0. mis: rho_t up to high, else 0. sequence_tis_mean
-    and _sum: min(exp(mean or sum of log rho_t), high). sequence_mis: exp(sum) up to high, else 0.
+    name: Literal[
+        "tis", "icepop", "mis", "sequence_tis_mean", "sequence_tis_sum", "sequence_mis", "geometric_rejection"
+    ]
+    """tis: min(rho_t, high). icepop: rho_t inside [low, high], else 0. mis: rho_t up to high, else 0.
+    sequence_tis_mean and _sum: min(exp(mean or sum of log rho_t), high). sequence_mis: exp(sum) up to high, else 0.
     geometric_rejection: 1 where exp(mean) is inside [low, high], else 0."""
     high: float
     """Upper bound of the ratio."""
@@ -193,9 +195,9 @@ class KlConfig:
     estimator: Literal["k1", "k2", "k3"]
     """Of KL(pi || ref), with d = log pi - log ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d."""
     place: Literal["reward", "loss"]
-    """reward: coef times the response's summed estimate is taken from its reward, before the group statistics. loss: coef
-    times each token's estimate joins the objective's own sum; its gradient is the estimator's own, which for k1 is
-    zero in expectation, for k2 that of KL(pi || ref), for k3 that of KL(ref || pi)."""
+    """reward: coef times the response's summed estimate is taken from its reward, before the group statistics.
+    loss: coef times each token's estimate joins the objective's own sum; its gradient is the estimator's own, which
+    is zero in expectation for k1, that of KL(pi || ref) for k2, that of KL(ref || pi) for k3."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,7 +230,7 @@ class LossConfig:
     allow_wide_clip: bool = False
     """Permit a sequence-level band above 0.01 with responses above 1,000 tokens."""
     band_is_measured: bool = False
-    """The band was sized from the spread of log s at learning rate 0 with old_logprobs: rollout; silences a warning."""
+    """The band was sized from the spread of log s at learning rate 0 with old_logprobs: rollout; no warning then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -72,7 +72,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
     "seconds": tuple(
         Metric(stage, "s", "wall time of the stage on rank 0")
-        for stage in ("prompt", "rollout", "reward", "batch", "old_logprobs", "train", "weight_sync", "evaluate")
+        for stage in (
+            "prompt", "rollout", "reference", "reward", "batch", "old_logprobs", "train", "weight_sync", "evaluate"
+        )
     ),
     "evaluation": (
         Metric("accuracy", "share", "exact responses / held-out responses (pass@1)"),

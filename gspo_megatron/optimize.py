@@ -24,7 +24,7 @@ from gspo_megatron.mcore.schedule import broadcast_from_last_stage, run_schedule
 from gspo_megatron.mismatch import mismatch_per_response
 from gspo_megatron.types import Microbatch, NonFiniteError, TrainBatch
 
-LossFn = Callable[[Tensor, Microbatch], LossOutput]
+LossFn = Callable[[Tensor, Tensor, Microbatch], LossOutput]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class StepResult:
     """Global, before clipping."""
     lr: float
     per_response: dict[str, Tensor]
-    """[B] float32 of all data-parallel ranks and microbatches."""
+    """[B] of all data-parallel ranks and microbatches, in the order of the step's sequences."""
 
 
 def optimizer_step(
@@ -58,8 +58,9 @@ def optimizer_step(
         policy: the model.
         optimizer: megatron-core's.
         batch: this rank's microbatches and the global counts.
-        loss_fn: (logprobs_T, microbatch) -> LossOutput with the sum of terms.
-        denominator: N of the whole optimizer step: responses for RL, response tokens for supervised training.
+        loss_fn: (logprobs_T, entropy_T, microbatch) -> LossOutput with the sum of terms.
+        denominator: of the whole optimizer step: N responses for GSPO (loss.py), response tokens for supervised
+            training.
         lr: learning rate of this step.
         temperature: divides the logits.
         old_is_rollout: old log-probs are SGLang's own: the mismatch is then taken of the current policy, so that
@@ -76,9 +77,10 @@ def optimizer_step(
 
     def loss_func(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         logprobs_T, entropy_T = output.unbind(-1)
-        result = loss_fn(logprobs_T, microbatch)
+        result = loss_fn(logprobs_T, entropy_T, microbatch)
         tokens = torch.tensor(microbatch.num_unpadded_tokens, dtype=torch.int, device=output.device)
         report = {"loss_sum": result.loss_sum.detach(), **result.per_response}
+        report["number"] = microbatch.response_number_B
         kept_T = torch.where(microbatch.response_mask_T, entropy_T.detach(), 0.0)
         report["entropy_sum"] = sum_per_response(kept_T, microbatch.response_index_T, microbatch.response_length_B)
         if microbatch.old_logprobs_T is not None:
@@ -156,16 +158,6 @@ def save_microbatches(batch: TrainBatch, path: Path) -> None:
     save_file(tensors, path)
 
 
-# Per-response values that each context-parallel rank holds for its own tokens only, and how they combine.
-_PARTIAL: dict[str, Callable[..., Tensor]] = {
-    "entropy_sum": torch.sum,
-    "mismatch_sum": torch.sum,
-    "mismatch_abs_sum": torch.sum,
-    "mismatch_k3_sum": torch.sum,
-    "mismatch_abs_max": torch.amax,
-}
-
-
 def _gather(policy: Policy, reports: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
     """(sum of terms over all ranks, per-response tensors of all responses). Collective over the default group."""
     p = policy.parallel
@@ -179,12 +171,18 @@ def _gather(policy: Policy, reports: list[dict[str, Tensor]]) -> tuple[float, di
     present = [item for item in everyone if item is not None]
     by_dp_rank = [[v for rank, _, v in present if rank == dp_rank] for dp_rank in range(p.dp_size)]
     per_response = {
-        name: torch.cat(
-            [_PARTIAL[name](torch.stack([v[name] for v in cp]), dim=0) if name in _PARTIAL else cp[0][name]
-             for cp in by_dp_rank]
-        )
+        name: torch.cat([_over_context_parallel(name, [v[name] for v in ranks]) for ranks in by_dp_rank])
         for name in by_dp_rank[0][0]
     }
-    has_tokens = per_response["length"] > 0  # the dummy sequence of a rank without a response has none
-    per_response = {name: values[has_tokens] for name, values in per_response.items()}
+    number = per_response.pop("number")
+    order = number.argsort()[int((number < 0).sum()) :]  # -1: the dummy sequence of a rank without a response
+    per_response = {name: values[order] for name, values in per_response.items()}
     return sum(loss_sum for _, loss_sum, _ in present), per_response
+
+
+def _over_context_parallel(name: str, values: list[Tensor]) -> Tensor:
+    """[B] of whole responses from what each context-parallel rank has for its own tokens."""
+    if name in ("advantage", "length", "number"):
+        return values[0]
+    stacked = torch.stack(values)
+    return stacked.amax(dim=0) if name.endswith("_max") else stacked.sum(dim=0)

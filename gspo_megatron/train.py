@@ -34,10 +34,11 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
     from gspo_megatron.batch import make_batches
     from gspo_megatron.checkpoint import save_checkpoint
     from gspo_megatron.convert.hf_io import TensorReader
-    from gspo_megatron.loss import LOSSES
+    from gspo_megatron.loss import denominator, policy_loss
     from gspo_megatron.mcore.model import build_optimizer, build_policy, export_hf, load_hf_weights
     from gspo_megatron.mcore.parallel import initialize
     from gspo_megatron.optimize import add_old_logprobs, optimizer_step
+    from gspo_megatron.reference import ReferencePolicy
     from gspo_megatron.weight_sync import WeightSync
 
     parallel = initialize(recipe)
@@ -47,7 +48,9 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
     weight_sync = WeightSync(policy, recipe, server_urls)
     sampler = Sampler(recipe, server_urls)
     writer = MetricsWriter(recipe.run_dir) if parallel.rank == 0 else None
-    loss_fn = partial(LOSSES[recipe.loss.name], cfg=recipe.loss, cp_group=parallel.shared_cp_group)
+    reference = ReferencePolicy(policy) if recipe.loss.kl is not None else None
+    loss_fn = partial(policy_loss, cfg=recipe.loss, cp_group=parallel.shared_cp_group)
+    count = partial(denominator, cfg=recipe.loss, max_response_tokens=recipe.rollout.max_response_tokens)
     state = TrainState()
     temperature = recipe.rollout.temperature
     failed_batch = recipe.run_dir / "failed_step" / f"rank_{parallel.rank}.safetensors"
@@ -69,6 +72,9 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
                 prompts = sampler.take_prompts()
             with clock.stage("rollout"):
                 groups = parallel.on_rank_0(partial(sampler.rollout, prompts, rollout_step, state.weight_version))
+            if reference is not None:
+                with clock.stage("reference"):
+                    groups = reference.add_ref_logprobs(groups, recipe.batch, temperature=temperature)
             with clock.stage("reward"):
                 groups = add_advantages(sampler.score(groups, rollout_step), recipe.advantage)
                 if parallel.rank == 0:
@@ -80,7 +86,8 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
                     policy, batches, temperature=temperature, source=recipe.loss.old_logprobs
                 )
             with clock.stage("train"):
-                results = [step(policy, optimizer, b, loss_fn, denominator=b.num_responses) for b in batches]
+                results = [step(policy, optimizer, b, loss_fn, denominator=count(b)) for b in batches]
+                policy.finish_param_sync()
             with clock.stage("weight_sync"):
                 state.weight_version = weight_sync.push(state.weight_version + 1)
             state.rollout_step, state.optimizer_step = rollout_step, state.optimizer_step + len(batches)

@@ -84,9 +84,10 @@ class RolloutGroup:
 class Microbatch:
     """The responses of one forward pass on one rank: packed end to end (THD), or rows of equal length (BSHD).
 
-    Rows are flattened sequence by sequence, so every [T] field reads the same in both. Position t of a sequence predicts token t + 1, so labels are the tokens shifted by one and every per-token
-    field below is aligned with the *predicting* position. Sequences are padded to the alignment that TP, SP and CP
-    need; padding carries response_mask_T False and response_index_T 0.
+    Rows are flattened sequence by sequence, so every [T] field reads the same in both. Position t of a sequence
+    predicts token t + 1, so labels are the tokens shifted by one and every per-token field below is aligned with the
+    *predicting* position. Sequences are padded to the alignment that TP, SP and CP need; padding carries
+    response_mask_T False and response_index_T 0.
     """
 
     tokens_T: Tensor

@@ -112,6 +112,15 @@ class Policy:
             if isinstance(t, ShardedTensor) and t.data is not None
         ]
 
+    def finish_param_sync(self) -> None:
+        """Make every rank's parameters those of the last optimizer step, for readers other than a forward pass.
+
+        Collective over data parallel; under overlap_param_gather the next forward pass would fetch them.
+        """
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Named parameters of this rank's chunks."""
         for chunk in unwrap_model(self.chunks):
@@ -183,7 +192,8 @@ def build_policy(recipe: Recipe, parallel: Parallel) -> Policy:
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=recipe.parallel.use_distributed_optimizer,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=recipe.parallel.overlap_grad_reduce,
+        overlap_param_gather=recipe.parallel.overlap_param_gather,
         check_for_nan_in_grad=False,  # optimize.py checks the reduced norm on all ranks at once
     )
     chunks = [
@@ -254,6 +264,7 @@ def build_optimizer(policy: Policy, recipe: Recipe, cfg: OptimizerConfig) -> Any
         bf16=policy.config.bf16,
         params_dtype=policy.config.params_dtype,
         use_distributed_optimizer=recipe.parallel.use_distributed_optimizer,
+        overlap_param_gather=recipe.parallel.overlap_param_gather,
     )
     return get_megatron_optimizer(config, policy.chunks)
 
