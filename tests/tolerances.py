@@ -16,6 +16,8 @@ class Tolerance(NamedTuple):
 EXPORT_LOGPROBS = Tolerance(0.0, 1e-4, "float32 log-probs of three implementations; measured 1e-6")
 BITWISE = Tolerance(0.0, 0.0, "the same operations in the same order")
 FLOAT64 = Tolerance(1e-12, 1e-14, "the same formula in float64: rounding of a few operations")
+FLOAT64_SUM = Tolerance(1e-11, 1e-13, "sums of up to 4,096 float64 terms in another order")
+FLOAT64_DIFFERENCE = Tolerance(1e-9, 1e-7, "exp(19) amplifies the rounding of a log-ratio; per_response is float32")
 FLOAT32_LOG_RATIO = Tolerance(1e-5, 5e-7, "log-probs of 1 to 3 nats in float32 (1.2e-7 each), log-ratios of 1e-3")
 FLOAT32_LOGPROB = Tolerance(1e-6, 3e-6, "float32 log-softmax of logits of +-12, themselves rounded by 1e-6")
 PARITY_LOGPROBS = Tolerance(0.0, 5e-6, "float32 log-probs of a 4-layer model by two implementations; measured 2e-6")

@@ -13,7 +13,7 @@ from gspo_megatron.batch import TrainSequence, pack_batch
 from gspo_megatron.config import load_recipe
 from gspo_megatron.convert.hf_io import random_tensors
 from gspo_megatron.convert.ops import Op
-from gspo_megatron.loss import gspo_loss
+from gspo_megatron.loss import policy_loss
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "gspo-tiny-moe-cpu.yaml"
@@ -81,7 +81,7 @@ def step_results(rank: int, overrides: list[str], num_steps: int) -> dict[str, A
     )
     (batch,) = add_old_logprobs(policy, [batch], temperature=1.0, source="recompute")
     group = policy.parallel.cp_group if policy.parallel.cp_size > 1 else None
-    loss_fn = partial(gspo_loss, cfg=replace(recipe.loss, clip_low=3.0e-3, clip_high=4.0e-3), cp_group=group)
+    loss_fn = partial(policy_loss, cfg=replace(recipe.loss, clip_low=3.0e-3, clip_high=4.0e-3), cp_group=group)
     steps = [
         optimizer_step(policy, optimizer, batch, loss_fn, denominator=batch.num_responses, lr=1.0e-4, temperature=1.0)
         for _ in range(num_steps)
@@ -89,7 +89,7 @@ def step_results(rank: int, overrides: list[str], num_steps: int) -> dict[str, A
     results: dict[str, Any] = {
         "loss": [s.loss for s in steps],
         "grad_norm": [s.grad_norm for s in steps],
-        "log_ratio": [s.per_response["log_ratio"].sort().values for s in steps],
+        "log_ratio": [s.per_response["log_ratio"] for s in steps],
         "clipped": [float((s.per_response["clipped_tokens"] > 0).float().mean()) for s in steps],
         "weights": hf_tensors(policy),
     }

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from gspo_megatron.batch import pack_batch
-from gspo_megatron.loss import gspo_loss
+from gspo_megatron.loss import policy_loss
 from gspo_megatron.types import NonFiniteError
 from tests.distributed.policy_worker import build, hf_tensors, tiny_sequences
 from tests.distributed.spawn import spawn
@@ -20,7 +20,7 @@ def weights_and_broken_step(rank: int, failed_path: str) -> tuple[bool, bool, st
 
     batch = pack_batch(tiny_sequences(), 2048, policy.parallel.batch_layout, minibatch_index=2)
     (batch,) = add_old_logprobs(policy, [batch], temperature=1.0, source="recompute")
-    loss_fn = partial(gspo_loss, cfg=recipe.loss)
+    loss_fn = partial(policy_loss, cfg=recipe.loss)
     before = hf_tensors(policy)
     stayed, moved = (
         all(torch.equal(before[n], t) for n, t in hf_tensors(policy).items())

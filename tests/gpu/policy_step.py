@@ -11,7 +11,7 @@ import torch
 
 from gspo_megatron.batch import pack_batch
 from gspo_megatron.config import load_recipe
-from gspo_megatron.loss import gspo_loss
+from gspo_megatron.loss import policy_loss
 from gspo_megatron.types import TrainBatch, TrainState
 from tests.distributed.policy_worker import RECIPE, hf_tensors, hf_view_of, tiny_sequences
 
@@ -40,7 +40,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     )
     (batch,) = add_old_logprobs(policy, [batch], temperature=1.0, source="recompute")
     results: dict[str, Any] = {"weights_before": hf_tensors(policy), "responses": responses(batch)}
-    loss_fn = partial(gspo_loss, cfg=replace(recipe.loss, clip_low=3.0e-3, clip_high=4.0e-3))
+    loss_fn = partial(policy_loss, cfg=replace(recipe.loss, clip_low=3.0e-3, clip_high=4.0e-3))
     step = partial(optimizer_step, policy, optimizer, batch, loss_fn, lr=job["lr"], temperature=1.0)
     steps = [step(denominator=batch.num_responses) for _ in range(job["num_steps"])]
     if job["save"]:

@@ -19,9 +19,11 @@ def load_case(name: str) -> dict[str, Any]:
     return {**case, "inputs": CASES["base_gspo"]["inputs"]} if case.get("inputs") == "base" else case
 
 
-def loss_config(case: dict[str, Any], name: str = "gspo") -> LossConfig:
+def loss_config(case: dict[str, Any], name: str = "gspo", **keys: Any) -> LossConfig:
     """The case's band."""
-    return LossConfig(name=name, clip_low=case["eps_low"], clip_high=case["eps_high"], old_logprobs="recompute")
+    return LossConfig(
+        name=name, clip_low=case.get("eps_low"), clip_high=case.get("eps_high"), old_logprobs="recompute", **keys
+    )
 
 
 def tensors(inputs: dict[str, Any], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Microbatch]:
@@ -29,6 +31,8 @@ def tensors(inputs: dict[str, Any], dtype: torch.dtype = torch.float64) -> tuple
     mask = torch.tensor(inputs["mask"], dtype=torch.bool)
     num_rows, width = mask.shape
     old = torch.tensor(inputs["logp_old"], dtype=dtype).flatten()
+    rollout = torch.tensor(inputs.get("logp_rollout", torch.zeros_like(old).tolist()), dtype=dtype).flatten()
+    advantages = torch.tensor(inputs["advantages"], dtype=dtype).view(num_rows, -1)  # one a row, or one a token
     starts = torch.arange(0, num_rows * width + 1, width, dtype=torch.int32)
     no_tokens = torch.zeros(num_rows * width, dtype=torch.int64)
     microbatch = Microbatch(
@@ -39,10 +43,10 @@ def tensors(inputs: dict[str, Any], dtype: torch.dtype = torch.float64) -> tuple
         response_index_T=torch.arange(num_rows).repeat_interleave(width),
         response_length_B=mask.sum(1),
         response_number_B=torch.arange(num_rows),
-        advantages_B=torch.tensor(inputs["advantages"], dtype=dtype),
-        advantages_T=torch.tensor(inputs["advantages"], dtype=dtype).repeat_interleave(width),
+        advantages_B=advantages[:, 0].clone(),
+        advantages_T=advantages.expand(num_rows, width).flatten(),
         is_padding_T=~mask.flatten(),
-        rollout_logprobs_T=torch.zeros_like(old),
+        rollout_logprobs_T=rollout,
         old_logprobs_T=old,
         ref_logprobs_T=None,
         routed_experts=None,
