@@ -22,6 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
+from gspo_megatron.checks import warnings_of
 from gspo_megatron.cold_start import cold_start_dir
 from gspo_megatron.config import ConfigError, Recipe, dump_recipe, load_recipe
 from gspo_megatron.convert.families.qwen3_moe import op_list, transformer_config
@@ -61,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         recipe = load_recipe(args.config, args.set)
         check_model_config(recipe)
+        for warning in warnings_of(recipe):
+            console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
         if args.dry_run:
             console.print(f"{args.config}: valid; would write {recipe.run_dir}")
             return 0

@@ -6,8 +6,8 @@ functions here return sums. Everything is float32 or wider: bfloat16 rounds a ba
 
 A ratio over a whole response is held in the token form of GSPO-token (Eq. 14): its value on each token, its gradient
 through that token's log-prob alone. Averaged over the response that is the gradient of the ratio itself. So under
-context parallelism (CP) each rank's gradient is that of its own tokens, and one number per response is all-reduced: the
-sum of log-ratios (every rank knows the count of tokens).
+context parallelism (CP) each rank's gradient is that of its own tokens, and one number per response is all-reduced:
+the sum of log-ratios (every rank knows the count of tokens).
 
 Shapes: B = responses of the microbatch, T = tokens on this rank.
 """
@@ -121,7 +121,8 @@ def gmpo(x: Tokens, cfg: LossConfig) -> Terms:
 def sapo(x: Tokens, cfg: LossConfig) -> Terms:
     """SAPO (arXiv:2511.20347): a soft gate (4 / tau) sigmoid(tau (w_t - 1)) in place of ratio and clip."""
     ratio_T, clamped_T = _ratio(x.log_ratio_T.detach(), x.log_ratio_T)
-    tau_T = torch.where(x.advantages_T > 0, _bound(cfg.tau_positive), _bound(cfg.tau_negative))
+    tau_T = torch.full_like(ratio_T, _bound(cfg.tau_negative))
+    tau_T = tau_T.masked_fill(x.advantages_T > 0, _bound(cfg.tau_positive))
     none_T = torch.zeros_like(clamped_T)
     gate_T = 4.0 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1.0))
     return Terms(term_T=gate_T * x.advantages_T, clipped_T=none_T, outside_T=none_T, clamped_T=clamped_T)

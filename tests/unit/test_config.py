@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gspo_megatron.checks import warnings_of
 from gspo_megatron.config import ConfigError, Recipe, dump_recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +90,7 @@ def test_all_problems_come_at_once():
     assert problems_of("optimizer.lr=fast", "loss.name=ppo", "seeed=3", "rollout.group_size=8.0") == [
         "seeed: unknown key; nearest is seed",
         "rollout.group_size=8.0: wants int, got float",
-        "loss.name='ppo': wants one of gspo, grpo",
+        "loss.name='ppo': wants one of gspo, gspo_token, grpo, dr_grpo, dapo, cispo, gmpo, sapo, minirl",
         "optimizer.lr='fast': wants float, got str",
     ]
 
@@ -242,6 +243,94 @@ def test_wide_sequence_clip_is_refused_for_long_responses_unless_allowed():
     load_recipe(RECIPE, [*long, "loss.clip_high=0.2", "loss.allow_wide_clip=true"])
     load_recipe(RECIPE, [*long, "loss.clip_high=0.2", "loss.name=grpo"])
     load_recipe(RECIPE, [*long, "loss.clip_low=3.0e-4", "loss.clip_high=4.0e-4"])
+
+
+CORRECTION = "loss.correction={name: tis, high: 2.0}"
+SAPO = ("loss.name=sapo", "loss.clip_low=null", "loss.clip_high=null")
+TWO_TP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["loss.clip_low=null"], "loss.clip_low=None: wants a value in (0, 1)"),
+        (["loss.tau_positive=1.0"], "loss.tau_positive=1.0: gspo has no such bound; set it to null"),
+        (["loss.name=cispo"], "loss.clip_low=0.012: cispo has no such bound; set it to null"),
+        ([*SAPO, "loss.tau_positive=1.0"], "loss.tau_negative=None: wants a number above 0"),
+        (["loss.aggregation=token_mean"], "loss.aggregation=token_mean: gspo is a mean over responses (Eq. 5)"),
+        (["loss.name=gspo_token", "loss.aggregation=token_sum"], "loss.aggregation=token_sum: gspo_token is a mean"),
+        (["loss.name=minirl"], "advantage.std=True: minirl is published with r - mean; set it to false"),
+        (["loss.name=dr_grpo"], "advantage.std=True: dr_grpo is published with r - mean"),
+        ([CORRECTION, "loss.old_logprobs=rollout"], "loss.correction: with old_logprobs: rollout every weight is 1"),
+        ([CORRECTION, "loss.name=minirl", "advantage.std=false"], "loss.correction: minirl's own weight is pi_theta"),
+        (["loss.correction={name: icepop, high: 5.0}"], "loss.correction.low=None: icepop wants a number"),
+        (["loss.correction={name: tis, high: 5.0, low: 0.5}"], "loss.correction.low=0.5: tis wants null"),
+        (["loss.correction={name: icepop, high: 0.4, low: 0.5}"], "loss.correction.high=0.4: wants a number above"),
+        (["loss.correction={name: mis, high: .nan}"], "loss.correction.high=nan: wants a number above 0"),
+        (["loss.correction={name: ppo, high: 2.0}"], "loss.correction.name='ppo': wants one of tis, icepop, mis"),
+        (["loss.kl={coef: -0.1, estimator: k3, place: loss}"], "loss.kl.coef=-0.1: wants at least 0"),
+        (["loss.kl={coef: 0.1, estimator: k4, place: loss}"], "loss.kl.estimator='k4': wants one of k1, k2, k3"),
+        (["loss.entropy_coef=-1.0"], "loss.entropy_coef=-1.0: wants at least 0"),
+        (["advantage.overlong_buffer_tokens=17"], "advantage.overlong_buffer_tokens=17: is above rollout"),
+        (["parallel.overlap_param_gather=true"], "parallel.overlap_param_gather: wants use_distributed_optimizer"),
+        (["model.mcore.hidden_dropout=0.1"], "model.mcore.hidden_dropout=0.1: noise in the forward pass"),
+        (["model.mcore.moe_expert_capacity_factor=1.0"], "model.mcore.moe_expert_capacity_factor=1.0: drops tokens"),
+        (["model.mcore.defer_embedding_wgrad_compute=true"], "model.mcore.defer_embedding_wgrad_compute=True"),
+        (["model.mcore.mtp_num_layers=1"], "model.mcore.mtp_num_layers=1: multi-token prediction is not trained"),
+        (["model.mcore.moe_router_load_balancing_type=seq_aux_loss"], "model.mcore.moe_router_load_balancing_type="),
+        (["model.mcore.overlap_p2p_comm=false"], "model.mcore.overlap_p2p_comm: is derived from the recipe"),
+        (
+            ["model.mcore.moe_router_load_balancing_type=[aux_loss, global_aux_loss]"],
+            "model.mcore.moe_router_load_balancing_type=global_aux_loss: its gradient depends on",
+        ),
+        (
+            ["model.mcore.recompute_granularity=selective", "model.mcore.recompute_modules=[layernorm]"],
+            "model.mcore.recompute_modules: layernorm wants Transformer Engine",
+        ),
+        (["model.mcore.fp8=e4m3"], "model.mcore.fp8=e4m3: wants Transformer Engine, which device: cpu lacks"),
+    ],
+)
+def test_objectives_and_megatron_settings_that_compute_something_else_are_refused(overrides, problem):
+    (got,) = problems_of(*overrides)
+    assert got.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*SAPO, "loss.tau_positive=1.0", "loss.tau_negative=1.05"],
+        ["loss.name=cispo", "loss.clip_low=null", "loss.clip_high=4.0"],
+        ["loss.name=grpo", "loss.aggregation=token_mean"],
+        [CORRECTION, "loss.routing_replay=r2", "loss.kl={coef: 0.0, estimator: k1, place: reward}"],
+        ["loss.correction={name: geometric_rejection, low: 0.999, high: 1.001}"],
+        [*TWO_TP, "parallel.expert_tensor_parallel_size=2", "parallel.expert_model_parallel_size=1"]
+        + ["model.mcore.moe_router_load_balancing_type=global_aux_loss"],
+        ["model.mcore.moe_router_load_balancing_type=seq_aux_loss", "batch.mode=padded"],
+        ["parallel.overlap_param_gather=true", "parallel.overlap_grad_reduce=true"],
+    ],
+)
+def test_every_published_objective_and_correction_has_a_recipe(overrides):
+    load_recipe(RECIPE, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warning"),
+    [
+        (["batch.num_minibatches=1"], "batch.num_minibatches=1: the ratio is 1 in the only update"),
+        (["loss.old_logprobs=rollout"], "loss.old_logprobs=rollout: the mismatch between server and trainer enters"),
+        (["model.mcore.moe_aux_loss_coeff=0.01"], "model.mcore.moe_aux_loss_coeff=0.01: an auxiliary loss pulls"),
+        (["model.mcore.moe_z_loss_coeff=0.001"], "model.mcore.moe_z_loss_coeff=0.001: an auxiliary loss pulls"),
+        (["loss.kl={coef: 0.1, estimator: k1, place: loss}"], "loss.kl: k1 in the loss has an expected gradient of"),
+    ],
+)
+def test_settings_that_an_author_should_know_about_are_warned_of(overrides, warning):
+    (got,) = warnings_of(load_recipe(RECIPE, overrides))
+    assert got.startswith(warning)
+
+
+def test_recipe_as_published_and_measured_band_warn_of_nothing():
+    assert warnings_of(load_recipe(RECIPE)) == []
+    assert warnings_of(load_recipe(RECIPE, ["loss.old_logprobs=rollout", "loss.band_is_measured=true"])) == []
 
 
 def test_file_that_is_absent_or_no_mapping_or_no_yaml_is_refused(tmp_path):
