@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 
-def spawn(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def spawn(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, fresh: bool = False) -> list[Any]:
     """Call fn(rank, *args) on each of world_size processes, with the default process group on gloo.
 
     Args:
@@ -24,6 +24,7 @@ def spawn(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float 
         world_size: processes.
         args: passed on; must pickle.
         timeout_s: for all of it, start included.
+        fresh: start each process from a new interpreter, without what preload.py has imported and installed.
 
     Returns:
         The results in rank order.
@@ -32,9 +33,9 @@ def spawn(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float 
         RuntimeError: a rank raised (with its traceback) or ended without a result.
         TimeoutError: with the ranks that had not finished. In every case no child is left running.
     """
-    # A forkserver imports torch once, before any thread or process group exists, so that each child starts at once.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
+    # A forkserver imports megatron-core once, before any thread or process group exists: each child starts at once.
+    context = multiprocessing.get_context("spawn" if fresh else "forkserver")
+    multiprocessing.set_forkserver_preload(["tests.distributed.preload"])
     deadline = time.monotonic() + timeout_s
     children: list[BaseProcess] = []
     rank_of: dict[Connection, int] = {}

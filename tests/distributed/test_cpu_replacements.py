@@ -26,12 +26,12 @@ def install_late(rank: int) -> None:
 
 def test_unchecked_version_of_megatron_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"megatron-core [\d.]+: .* checked with 0\.1\.0, 0\.2\.0 only"):
-        spawn(install_with_unchecked_version, 1)
+        spawn(install_with_unchecked_version, 1, fresh=True)
 
 
 def test_installing_after_megatron_was_imported_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="imported before mcore.cpu.install"):
-        spawn(install_late, 1)
+        spawn(install_late, 1, fresh=True)
 
 
 def rank_data(counts: tuple[int, ...], rank: int, width: tuple[int, ...]) -> list[Tensor]:
@@ -82,7 +82,7 @@ def collectives(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return spawn(collectives, 2)
+    return spawn(collectives, 2, fresh=True)
 
 
 @pytest.mark.parametrize("width", [(2,), ()])
