@@ -1,9 +1,8 @@
-"""One layout's part of the parity test: five objectives' optimizer steps, everything returned as this rank's shards."""
+"""One layout's part of the parity test: five objectives' optimizer steps, and this rank's shards of what they left."""
 
 import random
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,7 +82,7 @@ class Case:
     overrides: tuple[str, ...]
     """Recipe keys: layout, budget, recompute."""
     old: dict[str, list[tuple[float, ...]]] | None = None
-    """Current log-probs of one process by arm kind (free, r2), from which old log-probs are made; None computes them."""
+    """One process's current log-probs (free, and with replayed routes: r2), to make old ones from; None: compute."""
     arms: tuple[str, ...] = tuple(ARMS)
     alike: tuple[int, int] | None = None
     """(padding multiple, microbatches): take those of another layout, so that auxiliary losses, which are a
@@ -93,7 +92,8 @@ class Case:
 def run_case(rank: int, case: Case) -> dict[str, Any]:
     """Every arm's numbers from fresh weights and a fresh optimizer."""
     results: dict[str, Any] = {}
-    for keys, names in (("loss.routing_replay=r2",), ("gspo", "gspo_token", "grpo", "gspo_r2")), (AUX_KEYS, ("gspo_aux",)):
+    with_replay = ("gspo", "gspo_token", "grpo", "gspo_r2")
+    for keys, names in (("loss.routing_replay=r2",), with_replay), (AUX_KEYS, ("gspo_aux",)):
         wanted = [name for name in names if name in case.arms]
         if wanted:
             recipe, policy, optimizer = build([*case.overrides, *keys, f"optimizer.lr={LR}", *OPTIMIZER_KEYS])
@@ -117,7 +117,8 @@ def run_arm(name: str, case: Case, recipe: Any, policy: Any, optimizer: Any) -> 
         routes = record(recipe, policy, sequences, case)
         load_hf_weights(policy, optimizer, with_other_routers(weights), "with_other_routers")
         free = record(recipe, policy, sequences, case)
-        num_flips = sum(int((a != b).sum()) for x, y in zip(routes, free, strict=True) for a, b in zip(x, y, strict=True))
+        pairs = zip(sum(routes, ()), sum(free, ()), strict=True)
+        num_flips = sum(int((a != b).sum()) for a, b in pairs)
     kind = "r2" if name == "gspo_r2" else "free"
     current = case.old[kind] if case.old is not None else score(recipe, policy, sequences, case, routes)
     batch = pack(recipe, policy, old_logprobs(sequences, current), case)

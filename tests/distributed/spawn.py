@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 
-def spawn(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, fresh: bool = False) -> list[Any]:
+def spawn(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, fresh: bool = False
+) -> list[Any]:
     """Call fn(rank, *args) on each of world_size processes, with the default process group on gloo.
 
     Args:
