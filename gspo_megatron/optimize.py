@@ -21,7 +21,7 @@ from torch import Tensor
 from gspo_megatron.loss import LossOutput, sum_per_response
 from gspo_megatron.mcore.model import Policy
 from gspo_megatron.mcore.schedule import broadcast_from_last_stage, run_schedule
-from gspo_megatron.mismatch import mismatch_per_response
+from gspo_megatron.mismatch import MISMATCH_REDUCTIONS, mismatch_per_response
 from gspo_megatron.types import Microbatch, NonFiniteError, TrainBatch
 
 LossFn = Callable[[Tensor, Microbatch], LossOutput]
@@ -37,7 +37,7 @@ class StepResult:
     """Global, before clipping."""
     lr: float
     per_response: dict[str, Tensor]
-    """[B] float32 of all data-parallel ranks and microbatches."""
+    """[B] float32 of all data-parallel ranks and microbatches; the mismatch sums float64."""
 
 
 def optimizer_step(
@@ -159,10 +159,7 @@ def save_microbatches(batch: TrainBatch, path: Path) -> None:
 # Per-response values that each context-parallel rank holds for its own tokens only, and how they combine.
 _PARTIAL: dict[str, Callable[..., Tensor]] = {
     "entropy_sum": torch.sum,
-    "mismatch_sum": torch.sum,
-    "mismatch_abs_sum": torch.sum,
-    "mismatch_k3_sum": torch.sum,
-    "mismatch_abs_max": torch.amax,
+    **MISMATCH_REDUCTIONS,
 }
 
 
