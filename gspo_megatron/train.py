@@ -70,7 +70,12 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
             with clock.stage("rollout"):
                 groups = parallel.on_rank_0(partial(sampler.rollout, prompts, rollout_step, state.weight_version))
             with clock.stage("reward"):
-                groups = add_advantages(sampler.score(groups, rollout_step), recipe.advantage)
+                groups = add_advantages(
+                    sampler.score(groups, rollout_step),
+                    recipe.advantage,
+                    max_response_tokens=recipe.rollout.max_response_tokens,
+                    kl=recipe.loss.kl,
+                )
                 if parallel.rank == 0:
                     sampler.save(groups, rollout_step)
             with clock.stage("batch"):
