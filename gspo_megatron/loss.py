@@ -241,7 +241,7 @@ def policy_loss(
         if cfg.kl.place == "loss":
             value_T = value_T - cfg.kl.coef * kl_T
     if cfg.entropy_coef:
-        value_T = value_T + cfg.entropy_coef * torch.where(mask_T, entropy_T, 0.0)
+        value_T = value_T + cfg.entropy_coef * entropy_T
     if aggregation(cfg) == "sequence_mean":
         value_T = value_T / tokens_B[index_T]
     counts = {

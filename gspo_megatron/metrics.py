@@ -47,6 +47,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("zero_advantage_groups_fraction", "share", "groups whose advantages are all 0 / groups"),
         Metric("response_tokens_mean", "tokens", "mean over responses, EOS counted once"),
         Metric("truncated_fraction", "share", "responses that end with finish reason length / responses"),
+        Metric("filtered_fraction", "share", "responses taken out of the loss / responses"),
         Metric("num_response_tokens", "tokens", "sum over responses"),
     ),
     "minibatch": (
@@ -61,9 +62,17 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("log_ratio_std", "nats per token", "population standard deviation over responses with a token"),
         Metric("log_ratio_abs_max", "nats per token", "max of |log s| over responses with a token"),
         Metric("entropy", "nats per token", "mean over response tokens"),
-        Metric("mismatch_abs_mean", "nats", "mean of |old - rollout log-prob| over response tokens"),
-        Metric("mismatch_abs_max", "nats", "max of |old - rollout log-prob| over response tokens"),
-        Metric("mismatch_k3", "nats", "mean of exp(d) - d - 1, d = old - rollout log-prob, over response tokens"),
+        Metric("clamped_fraction", "share", "tokens whose log-ratio is beyond the overflow guard / tokens"),
+        Metric("corrected_fraction", "share", "tokens whose correction weight was bounded or rejected / tokens"),
+        Metric("kl_to_reference", "nats", "mean of the recipe's estimate over response tokens; 0 without a reference"),
+        Metric("mismatch_abs_mean", "nats", "mean of |d|, d = old - rollout log-prob, over response tokens"),
+        Metric("mismatch_abs_max", "nats", "max of |d| over response tokens"),
+        Metric("mismatch_k1", "nats", "mean of -d over response tokens; estimates KL(rollout || old), either sign"),
+        Metric("mismatch_k3", "nats", "mean of exp(d) - d - 1 over response tokens; the same KL, never negative"),
+        Metric("mismatch_share_above_2", "share", "tokens with max(rho, 1 / rho) > 2 / tokens; rho = exp(d)"),
+        Metric("mismatch_ess_token", "share", "(sum of rho)^2 / (tokens x sum of rho^2); 1: no mismatch"),
+        Metric("mismatch_chi2_token", "1", "mean of rho^2 over response tokens, less 1"),
+        Metric("mismatch_pearson", "1", "correlation of the two probabilities over response tokens; 0: no spread"),
         Metric("mismatch_log_ratio_abs_max", "nats per token", "max over responses of |mean of d|; beside clip_low"),
         Metric("loss", "advantage", "-(sum of terms) / N over the optimizer step"),
         Metric("grad_norm", "1", "global L2 norm before clipping"),
@@ -95,13 +104,12 @@ PER_RESPONSE = (
     "length",
     "clipped_tokens",
     "outside_tokens",
+    "clamped_tokens",
+    "corrected_tokens",
+    "kl_sum",
     "entropy_sum",
-    "mismatch_abs_sum",
-    "mismatch_abs_max",
-    "mismatch_k3_sum",
-    "mismatch_sum",
 )
-"""What the loss hands over for each response: summarize_minibatch's input."""
+"""What the optimizer step hands over for each response, beside the sums of mismatch.MISMATCH_REDUCTIONS."""
 
 
 def metric_names(section: str) -> tuple[str, ...]:
@@ -115,20 +123,24 @@ def summarize_minibatch(per_response: Mapping[str, Tensor]) -> dict[str, float]:
     A response with length 0 counts as a response, not as tokens; it has no log-ratio. A share of an empty set is 0.
 
     Args:
-        per_response: the keys of PER_RESPONSE, each [B] float32, gathered over data-parallel ranks and microbatches.
-            log_ratio: nats per token, log s_i; mismatch_*: nats, of d = old - rollout log-prob; the rest in tokens.
+        per_response: gathered over data-parallel ranks and microbatches. The keys of PER_RESPONSE, each [B] float32:
+            log_ratio: nats per token, log s_i; entropy_sum and kl_sum: nats; the rest in tokens. And the keys of
+            mismatch.MISMATCH_REDUCTIONS, each [B] float64.
 
     Raises:
         ValueError: keys, shapes or dtypes are not those; or B is 0.
     """
-    _check_per_response(per_response)
+    from gspo_megatron.mismatch import MISMATCH_REDUCTIONS, summarize_mismatch  # here: the report loads no torch
+
+    dtypes = dict.fromkeys(PER_RESPONSE, "torch.float32") | dict.fromkeys(MISMATCH_REDUCTIONS, "torch.float64")
+    _check_per_response(per_response, dtypes)
+    watched = metric_names("minibatch")
     r = {name: value.double() for name, value in per_response.items()}
     has_tokens, clipped = r["length"] > 0, r["clipped_tokens"] > 0
     positive, negative = r["advantage"] > 0, r["advantage"] < 0
     num_tokens = float(r["length"].sum())
     # One zero stands in where no response has a token, so that the reductions below are defined.
     log_ratio = r["log_ratio"][has_tokens] if has_tokens.any() else r["log_ratio"].new_zeros(1)
-    mismatch_log_ratio = (r["mismatch_sum"] / r["length"].clamp(min=1.0))[has_tokens]
     return {
         "clip_fraction_tokens": _share(r["clipped_tokens"].sum(), num_tokens),
         "clip_fraction_responses": _share(clipped.sum(), clipped.numel()),
@@ -141,10 +153,10 @@ def summarize_minibatch(per_response: Mapping[str, Tensor]) -> dict[str, float]:
         "log_ratio_std": float(log_ratio.std(correction=0)),
         "log_ratio_abs_max": float(log_ratio.abs().max()),
         "entropy": _share(r["entropy_sum"].sum(), num_tokens),
-        "mismatch_abs_mean": _share(r["mismatch_abs_sum"].sum(), num_tokens),
-        "mismatch_abs_max": float(r["mismatch_abs_max"].max()),
-        "mismatch_k3": _share(r["mismatch_k3_sum"].sum(), num_tokens),
-        "mismatch_log_ratio_abs_max": float(mismatch_log_ratio.abs().max()) if has_tokens.any() else 0.0,
+        "clamped_fraction": _share(r["clamped_tokens"].sum(), num_tokens),
+        "corrected_fraction": _share(r["corrected_tokens"].sum(), num_tokens),
+        "kl_to_reference": _share(r["kl_sum"].sum(), num_tokens),
+        **{name: value for name, value in summarize_mismatch(per_response).items() if name in watched},
     }
 
 
@@ -152,17 +164,20 @@ def _share(part: Tensor, whole: Tensor | float) -> float:
     return float(part) / float(whole) if float(whole) > 0 else 0.0
 
 
-def _check_per_response(per_response: Mapping[str, Tensor]) -> None:
-    if set(per_response) != set(PER_RESPONSE):
-        missing, unknown = set(PER_RESPONSE) - set(per_response), set(per_response) - set(PER_RESPONSE)
-        raise ValueError(f"per_response: misses {sorted(missing)}, has unknown {sorted(unknown)}; see PER_RESPONSE")
+def _check_per_response(per_response: Mapping[str, Tensor], dtypes: Mapping[str, str]) -> None:
+    if set(per_response) != set(dtypes):
+        missing, unknown = set(dtypes) - set(per_response), set(per_response) - set(dtypes)
+        raise ValueError(
+            f"per_response: misses {sorted(missing)}, has unknown {sorted(unknown)}; see PER_RESPONSE and "
+            "mismatch.MISMATCH_REDUCTIONS"
+        )
     shape = per_response["length"].shape
     if len(shape) != 1 or shape[0] == 0:
         raise ValueError(f"per_response['length'] has shape {tuple(shape)}, wants [B] with B > 0")
     for name, value in per_response.items():
-        if value.shape != shape or str(value.dtype) != "torch.float32":
+        if value.shape != shape or str(value.dtype) != dtypes[name]:
             got = f"{value.dtype} {tuple(value.shape)}"
-            raise ValueError(f"per_response[{name!r}] is {got}, wants torch.float32 {tuple(shape)} as length")
+            raise ValueError(f"per_response[{name!r}] is {got}, wants {dtypes[name]} {tuple(shape)} as length")
 
 
 def summarize_groups(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -185,6 +200,7 @@ def summarize_groups(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "zero_advantage_groups_fraction": silent_groups / len(groups),
         "response_tokens_mean": num_tokens / len(rollouts),
         "truncated_fraction": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
+        "filtered_fraction": sum(r.is_filtered for r in rollouts) / len(rollouts),
         "num_response_tokens": num_tokens,
     }
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from gspo_megatron.loss import LossOutput, sum_per_response
 from gspo_megatron.mcore.model import Policy
 from gspo_megatron.mcore.schedule import broadcast_from_last_stage, run_schedule
-from gspo_megatron.mismatch import mismatch_per_response
+from gspo_megatron.mismatch import MISMATCH_REDUCTIONS, mismatch_per_response
 from gspo_megatron.types import Microbatch, NonFiniteError, TrainBatch
 
 LossFn = Callable[[Tensor, Tensor, Microbatch], LossOutput]
@@ -37,7 +37,8 @@ class StepResult:
     """Global, before clipping."""
     lr: float
     per_response: dict[str, Tensor]
-    """[B] of all data-parallel ranks and microbatches, in the order of the step's sequences."""
+    """[B] of all data-parallel ranks and microbatches, in the order of the step's sequences: float32, the mismatch
+    sums float64."""
 
 
 def optimizer_step(
@@ -184,5 +185,4 @@ def _over_context_parallel(name: str, values: list[Tensor]) -> Tensor:
     """[B] of whole responses from what each context-parallel rank has for its own tokens."""
     if name in ("advantage", "length", "number"):
         return values[0]
-    stacked = torch.stack(values)
-    return stacked.amax(dim=0) if name.endswith("_max") else stacked.sum(dim=0)
+    return MISMATCH_REDUCTIONS.get(name, torch.sum)(torch.stack(values), dim=0)

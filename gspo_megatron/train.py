@@ -76,7 +76,12 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
                 with clock.stage("reference"):
                     groups = reference.add_ref_logprobs(groups, recipe.batch, temperature=temperature)
             with clock.stage("reward"):
-                groups = add_advantages(sampler.score(groups, rollout_step), recipe.advantage)
+                groups = add_advantages(
+                    sampler.score(groups, rollout_step),
+                    recipe.advantage,
+                    max_response_tokens=recipe.rollout.max_response_tokens,
+                    kl=recipe.loss.kl,
+                )
                 if parallel.rank == 0:
                     sampler.save(groups, rollout_step)
             with clock.stage("batch"):

@@ -1,36 +1,51 @@
 """Group-relative advantages against reference values."""
 
 import math
+from typing import Any
 
 import pytest
 
-from gspo_megatron.advantage import add_advantages
-from gspo_megatron.config import AdvantageConfig
+from gspo_megatron.advantage import add_advantages, response_kl
+from gspo_megatron.config import AdvantageConfig, KlConfig
 from gspo_megatron.types import Prompt, Rollout, RolloutGroup
 from tests.tolerances import FLOAT64, assert_close
 from tests.unit.vectors import CASES
 
+LIMIT = 8  # max_response_tokens
 
-def group(rewards: list[float | None], prompt_id: str = "p") -> RolloutGroup:
-    prompt = Prompt(prompt_id=prompt_id, text="", token_ids=(1,), expected="", entry={})
-    rollouts = tuple(
-        Rollout(
-            response_ids=(i,),
-            rollout_logprobs=(0.0,),
-            weight_versions=(0,),
-            finish_reason="stop",
-            text="",
-            sampling_seed=i,
-            reward=reward,
-        )
-        for i, reward in enumerate(rewards)
+
+def rollout(reward: float | None, *, length: int = 1, **fields: Any) -> Rollout:
+    """A response of so many tokens, cut at LIMIT."""
+    return Rollout(
+        response_ids=(3,) * length,
+        rollout_logprobs=fields.pop("rollout_logprobs", (0.0,) * length),
+        weight_versions=(0,) * length,
+        finish_reason="length" if length >= LIMIT else "stop",
+        text="",
+        sampling_seed=0,
+        reward=reward,
+        **fields,
     )
-    return RolloutGroup(prompt=prompt, rollouts=rollouts)
 
 
-def advantages(rewards: list[float | None], **cfg: object) -> list[float | None]:
-    (result,) = add_advantages([group(rewards)], AdvantageConfig(**{"std": True, "ddof": 1, **cfg}))
-    return [r.advantage for r in result.rollouts]
+def group(rollouts: list[Rollout], prompt_id: str = "p") -> RolloutGroup:
+    prompt = Prompt(prompt_id=prompt_id, text="", token_ids=(1,), expected="", entry={})
+    return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
+
+
+def config(**cfg: Any) -> AdvantageConfig:
+    return AdvantageConfig(**{"std": True, "ddof": 1, **cfg})
+
+
+def added(rollouts: list[Rollout], kl: KlConfig | None = None, **cfg: Any) -> tuple[Rollout, ...]:
+    (result,) = add_advantages([group(rollouts)], config(**cfg), max_response_tokens=LIMIT, kl=kl)
+    return result.rollouts
+
+
+def advantages(rewards: list[float], lengths: list[int] | None = None, **cfg: Any) -> list[float | None]:
+    lengths = lengths or [1] * len(rewards)
+    rollouts = [rollout(r, length=n) for r, n in zip(rewards, lengths, strict=True)]
+    return [r.advantage for r in added(rollouts, **cfg)]
 
 
 @pytest.mark.parametrize(
@@ -46,10 +61,10 @@ def advantages(rewards: list[float | None], **cfg: object) -> list[float | None]
 def test_advantages_equal_the_reference_per_group(column: str, cfg: dict[str, float]) -> None:
     case = CASES["advantages"]
     groups = [
-        group([r for r, g in zip(case["rewards"], case["group_id"], strict=True) if g == i], prompt_id=str(i))
+        group([rollout(r) for r, g in zip(case["rewards"], case["group_id"], strict=True) if g == i], prompt_id=str(i))
         for i in range(4)
     ]
-    result = add_advantages(groups, AdvantageConfig(**cfg))
+    result = add_advantages(groups, AdvantageConfig(**cfg), max_response_tokens=LIMIT)
     assert [g.prompt for g in result] == [g.prompt for g in groups]
     assert_close([r.advantage for g in result for r in g.rollouts], case[column], FLOAT64)
 
@@ -72,11 +87,145 @@ def test_single_member_gets_exactly_zero(ddof: int) -> None:
 
 @pytest.mark.parametrize("reward", [None, math.nan, math.inf])
 def test_missing_or_non_finite_reward_is_refused_with_its_place(reward: float | None) -> None:
+    bad = group([rollout(0.0), rollout(reward)], prompt_id="9f3a")
     with pytest.raises(ValueError, match="prompt 9f3a, member 1: reward is"):
-        add_advantages([group([0.0, reward], prompt_id="9f3a")], AdvantageConfig(std=True, ddof=1))
+        add_advantages([bad], config(), max_response_tokens=LIMIT)
 
 
 def test_advantage_changes_nothing_else() -> None:
-    before = group([0.0, 1.0])
-    (after,) = add_advantages([before], AdvantageConfig(std=True, ddof=1))
-    assert [r.with_advantage(0.0) for r in after.rollouts] == [r.with_advantage(0.0) for r in before.rollouts]
+    before = [rollout(0.0, token_advantages=(0.5,), response_mask=(True,)), rollout(1.0)]
+    after = added(before)
+    assert [r.with_advantage(0.0) for r in after] == [r.with_advantage(0.0) for r in before]
+
+
+def test_soft_overlong_punishment_by_hand() -> None:
+    # Buffer 4 of limit 8: nothing up to 4 tokens, then a quarter a token, 1 from 8 tokens on.
+    lengths = [1, 4, 5, 6, 8, 9]
+    shaped = [1.0, 1.0, 0.75, 0.5, 0.0, 0.0]
+    mean = 3.25 / 6
+    got = advantages([1.0] * 6, lengths, std=False, overlong_buffer_tokens=4)
+    assert_close(got, [r - mean for r in shaped], FLOAT64)
+
+
+def test_shaping_joins_the_statistics_and_leaves_the_recorded_reward() -> None:
+    got = added([rollout(1.0, length=6), rollout(0.25)], overlong_buffer_tokens=4, eps=0.0)
+    # 1 - 0.5 against 0.25: the sample standard deviation of two is their distance over sqrt(2).
+    assert_close([r.advantage for r in got], [math.sqrt(0.5), -math.sqrt(0.5)], FLOAT64)
+    assert [r.reward for r in got] == [1.0, 0.25]
+    assert not any(r.is_filtered for r in got)
+
+
+def test_long_responses_are_not_punished_without_a_buffer() -> None:
+    assert advantages([1.0, 1.0], [1, 8]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("std", [True, False])
+def test_shaped_rewards_that_are_equal_up_to_rounding_get_exactly_zero(std: bool) -> None:
+    assert 0.3 - 0.1 != 0.2
+    kl = KlConfig(coef=0.1, estimator="k1", place="reward")
+    cut = rollout(0.3, rollout_logprobs=(-1.0,), ref_logprobs=(-2.0,))
+    plain = rollout(0.2, rollout_logprobs=(-1.0,), ref_logprobs=(-1.0,))
+    assert [r.advantage for r in added([cut, plain], kl=kl, std=std, eps=0.0)] == [0.0, 0.0]
+
+
+def test_small_rewards_keep_their_spread() -> None:
+    assert_close(advantages([1e-14, 2e-14], eps=0.0), [-math.sqrt(0.5), math.sqrt(0.5)], FLOAT64)
+
+
+@pytest.mark.parametrize(
+    ("overlong_filter", "expected"),
+    [
+        # Of 1, 0, 0, 0 the mean is 1/4; of the first three 1/3.
+        ("off", [0.75, -0.25, -0.25, -0.25]),
+        ("after_statistics", [0.75, -0.25, -0.25, 0.0]),
+        ("before_statistics", [2 / 3, -1 / 3, -1 / 3, 0.0]),
+    ],
+)
+def test_overlong_filter_takes_truncated_responses_out_before_or_after_the_mean(
+    overlong_filter: str, expected: list[float]
+) -> None:
+    rollouts = [rollout(1.0), rollout(0.0), rollout(0.0), rollout(0.0, length=8)]
+    got = added(rollouts, std=False, overlong_filter=overlong_filter)
+    assert_close([r.advantage for r in got], expected, FLOAT64)
+    assert [r.is_filtered for r in got] == [False, False, False, overlong_filter != "off"]
+    assert got[3].advantage == 0.0 or overlong_filter == "off"
+
+
+def test_overlong_filter_before_statistics_leaves_the_others_deviation() -> None:
+    got = advantages([0.0, 1.0, 100.0], [1, 1, 8], eps=0.0, overlong_filter="before_statistics")
+    assert_close(got, [-math.sqrt(0.5), math.sqrt(0.5), 0.0], FLOAT64)
+
+
+@pytest.mark.parametrize("overlong_filter", ["before_statistics", "after_statistics"])
+def test_group_of_truncated_responses_is_all_filtered(overlong_filter: str) -> None:
+    got = added([rollout(0.0, length=8), rollout(1.0, length=8)], overlong_filter=overlong_filter)
+    assert [(r.advantage, r.is_filtered) for r in got] == [(0.0, True), (0.0, True)]
+
+
+def test_one_response_left_by_the_filter_gets_exactly_zero() -> None:
+    assert advantages([0.7, 0.1], [1, 8], eps=0.0, overlong_filter="before_statistics") == [0.0, 0.0]
+    # Counted after all, the truncated one gives it something to beat.
+    assert advantages([0.7, 0.1], [1, 8], std=False, overlong_filter="after_statistics")[0] == pytest.approx(0.3)
+
+
+def test_filter_of_another_recipe_is_not_kept() -> None:
+    assert not any(r.is_filtered for r in added([rollout(0.0, is_filtered=True), rollout(1.0)]))
+
+
+LOGPROBS = {"rollout_logprobs": (-1.0, -2.0, -0.5), "ref_logprobs": (-1.5, -1.75, 9.0), "response_mask": (1, 1, 0)}
+# d of 0.5 and -0.25; the third token was not sampled.
+SUMS = {
+    "k1": 0.25,
+    "k2": (0.25 + 0.0625) / 2,
+    "k3": (math.exp(-0.5) - 1 + 0.5) + (math.exp(0.25) - 1 - 0.25),
+}
+
+
+@pytest.mark.parametrize("estimator", SUMS)
+def test_response_kl_sums_the_sampled_tokens(estimator: str) -> None:
+    assert_close(response_kl(rollout(0.0, length=3, **LOGPROBS), estimator), SUMS[estimator], FLOAT64)
+
+
+@pytest.mark.parametrize("estimator", SUMS)
+def test_response_kl_is_the_sum_of_the_reference_values(estimator: str) -> None:
+    case = CASES["kl_estimators"]
+    inputs = case["inputs"]
+    for i, mask in enumerate(inputs["mask"]):
+        fields = {"rollout_logprobs": inputs["logp"][i], "ref_logprobs": inputs["logp_ref"][i]}
+        got = response_kl(rollout(0.0, length=len(mask), response_mask=mask, **fields), estimator)
+        assert_close(got, math.fsum(case["value"][estimator][i]), FLOAT64)
+
+
+def test_response_kl_counts_every_token_without_a_mask_and_bounds_the_exponent() -> None:
+    fields = {"rollout_logprobs": (-1000.0, -1.0), "ref_logprobs": (-0.0, -1.5)}
+    assert response_kl(rollout(0.0, length=2, **fields), "k1") == -999.5
+    expected = math.expm1(20.0) - 20.0 + math.expm1(-0.5) + 0.5
+    assert_close(response_kl(rollout(0.0, length=2, **fields), "k3"), expected, FLOAT64)
+
+
+def test_kl_in_the_reward_is_taken_off_before_the_statistics() -> None:
+    rollouts = [rollout(1.0, length=3, **LOGPROBS), rollout(1.0, rollout_logprobs=(-1.0,), ref_logprobs=(-1.0,))]
+    kl = KlConfig(coef=2.0, estimator="k1", place="reward")
+    got = added(rollouts, kl=kl, std=False)
+    # 1 - 2 x 0.25 against 1.
+    assert_close([r.advantage for r in got], [-0.25, 0.25], FLOAT64)
+    assert [r.reward for r in got] == [1.0, 1.0]
+
+
+def test_kl_in_the_loss_leaves_rewards_alone() -> None:
+    kl = KlConfig(coef=2.0, estimator="k1", place="loss")
+    assert [r.advantage for r in added([rollout(1.0, length=3, **LOGPROBS), rollout(1.0)], kl=kl)] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("ref_logprobs", "message"),
+    [
+        (None, "prompt p, member 1: ref_logprobs is None, wants 1 values"),
+        ((0.0, 0.0), "prompt p, member 1: ref_logprobs is 2 values, wants 1 values"),
+        ((-math.inf,), "prompt p, member 1: the KL penalty of its reward is -inf"),
+    ],
+)
+def test_missing_or_unusable_reference_is_refused_with_its_place(ref_logprobs: Any, message: str) -> None:
+    kl = KlConfig(coef=0.1, estimator="k3", place="reward")
+    with pytest.raises(ValueError, match=message):
+        added([rollout(0.0, ref_logprobs=(0.0,)), rollout(1.0, ref_logprobs=ref_logprobs)], kl=kl)

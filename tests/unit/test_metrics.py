@@ -19,6 +19,7 @@ from gspo_megatron.metrics import (
     summarize_groups,
     summarize_minibatch,
 )
+from gspo_megatron.mismatch import MISMATCH_REDUCTIONS
 from gspo_megatron.types import Prompt, Rollout, RolloutGroup, TrainState
 
 OF_THE_STEP = {"loss": -0.5, "grad_norm": 0.75, "lr": 1.0e-4, "packing_efficiency": 0.25}
@@ -27,7 +28,11 @@ OF_THE_STEP = {"loss": -0.5, "grad_norm": 0.75, "lr": 1.0e-4, "packing_efficienc
 def per_response(**columns: list[float]) -> dict[str, torch.Tensor]:
     """Four responses; the third has no token. Columns that a test does not name are 0."""
     size = len(columns["length"])
-    return {name: torch.tensor(columns.get(name, [0.0] * size), dtype=torch.float32) for name in PER_RESPONSE}
+    dtypes = dict.fromkeys(PER_RESPONSE, torch.float32) | dict.fromkeys(MISMATCH_REDUCTIONS, torch.float64)
+    # Where nothing disagrees every ratio is 1.
+    length = columns["length"]
+    columns = {"mismatch_ratio_sum": length, "mismatch_ratio_square_sum": length, **columns}
+    return {name: torch.tensor(columns.get(name, [0.0] * size), dtype=dtype) for name, dtype in dtypes.items()}
 
 
 FOUR = dict(
@@ -36,11 +41,22 @@ FOUR = dict(
     clipped_tokens=[4.0, 0.0, 0.0, 10.0],
     outside_tokens=[4.0, 2.0, 0.0, 10.0],
     log_ratio=[0.5, -0.25, 0.0, 0.25],
+    clamped_tokens=[1.0, 0.0, 0.0, 3.0],
+    corrected_tokens=[2.0, 0.0, 0.0, 6.0],
+    kl_sum=[0.5, -0.25, 0.0, 1.75],
     entropy_sum=[4.0, 2.0, 0.0, 2.0],
     mismatch_abs_sum=[0.5, 0.25, 0.0, 1.25],
     mismatch_abs_max=[0.25, 0.125, 0.0, 0.5],
     mismatch_k3_sum=[0.25, 0.25, 0.0, 0.5],
     mismatch_sum=[0.5, -0.5, 0.0, 1.0],
+    mismatch_above_2_tokens=[1.0, 0.0, 0.0, 1.0],
+    mismatch_ratio_sum=[6.0, 1.0, 0.0, 9.0],
+    mismatch_ratio_square_sum=[12.0, 1.0, 0.0, 19.0],
+    mismatch_old_sum=[2.0, 1.0, 0.0, 1.0],
+    mismatch_old_square_sum=[2.0, 1.0, 0.0, 1.0],
+    mismatch_rollout_sum=[2.0, 1.0, 0.0, 1.0],
+    mismatch_rollout_square_sum=[2.0, 1.0, 0.0, 1.0],
+    mismatch_product_sum=[1.0, 0.5, 0.0, 1.0],
 )
 
 
@@ -57,6 +73,7 @@ def group(*, rewards: list[float], advantages: list[float], lengths: list[int], 
                 rollout_logprobs=(0.0,) * length,
                 weight_versions=(0,) * length,
                 finish_reason="length" if length == 4 else "stop",
+                is_filtered=length == 4,
                 text="1",
                 sampling_seed=0,
                 reward=reward,
@@ -117,7 +134,14 @@ def test_token_means_divide_by_tokens_and_maxima_are_over_responses() -> None:
     assert got["entropy"] == 8 / 16
     assert got["mismatch_abs_mean"] == 2 / 16
     assert got["mismatch_abs_max"] == 0.5
+    assert got["mismatch_k1"] == -1 / 16
     assert got["mismatch_k3"] == 1 / 16
+    assert got["mismatch_share_above_2"] == 2 / 16
+    assert got["mismatch_ess_token"] == 16**2 / (16 * 32)
+    assert got["mismatch_chi2_token"] == 32 / 16 - 1
+    # Means 1/4, variances 3/16, covariance 2.5/16 - 1/16.
+    assert got["mismatch_pearson"] == pytest.approx(0.5)
+    assert (got["clamped_fraction"], got["corrected_fraction"], got["kl_to_reference"]) == (4 / 16, 8 / 16, 2 / 16)
     # |0.5 / 4|, |-0.5 / 2|, |1 / 10|: the short negative one is largest.
     assert got["mismatch_log_ratio_abs_max"] == 0.25
 
@@ -132,9 +156,9 @@ def test_log_ratio_statistics_leave_out_responses_without_tokens() -> None:
     assert got["log_ratio_abs_max"] == 0.5
 
 
-def test_minibatch_without_tokens_or_signs_reads_zero_everywhere() -> None:
+def test_minibatch_without_tokens_or_signs_reads_zero_everywhere_and_full_sample_size() -> None:
     got = summarize_minibatch(per_response(length=[0.0, 0.0]))
-    assert set(got.values()) == {0.0}
+    assert got == dict.fromkeys(got, 0.0) | {"mismatch_ess_token": 1.0}
 
 
 def test_minibatch_names_are_the_tables() -> None:
@@ -152,6 +176,9 @@ def test_evaluation_names_are_those_of_evaluate() -> None:
         (lambda c: c.update(kl=c["length"]), r"unknown \['kl'\]"),
         (lambda c: c.update(advantage=c["advantage"][:3]), r"'advantage'\] is torch.float32 \(3,\)"),
         (lambda c: c.update(length=c["length"].long()), r"'length'\] is torch.int64"),
+        (lambda c: c.update(kl_sum=c["kl_sum"].double()), r"'kl_sum'\] is torch.float64 .*wants torch.float32"),
+        (lambda c: c.update(mismatch_sum=c["length"]), r"'mismatch_sum'\] is torch.float32 .*wants torch.float64"),
+        (lambda c: c.pop("mismatch_k3_sum"), r"misses \['mismatch_k3_sum'\]"),
     ],
 )
 def test_minibatch_input_that_breaks_the_contract_is_refused(change, message) -> None:
@@ -168,6 +195,7 @@ def test_group_metrics_by_hand() -> None:
         "zero_advantage_groups_fraction": 1 / 2,
         "response_tokens_mean": 11 / 4,
         "truncated_fraction": 1 / 4,
+        "filtered_fraction": 1 / 4,
         "num_response_tokens": 11,
     }
 
