@@ -1,6 +1,7 @@
-"""RolloutGroups -> one TrainBatch per optimizer step: shift, pack, balance over DP, slice for CP.
+"""RolloutGroups -> one TrainBatch per optimizer step: shift, pack or pad, balance over DP, slice for CP.
 
-Every data-parallel rank calls with the same sequences and takes its own part, so nothing is communicated.
+Every data-parallel rank calls with the same sequences and takes its own part, so nothing is communicated. Packed:
+sequences end to end, each padded to what the layout needs. Padded: rows as long as the longest sequence.
 
 Shapes: B = responses of the microbatch, T = packed tokens on this rank, S = B + 1, L = one padded sequence.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,11 +30,20 @@ class BatchLayout:
     cp_size: int
     alignment: int
     """A sequence's slice on one rank is padded to a multiple of it, tokens (TP size under sequence parallel)."""
+    pack_alignment: int = 1
+    """All tokens of one rank's microbatch together are a multiple of it (FP8 matrix products)."""
+    microbatch_multiple: int = 1
+    """The count of microbatches is a multiple of it (interleaved pipeline schedule)."""
 
     @property
     def padding_multiple(self) -> int:
         """Whole sequences are padded to a multiple of it, tokens: 2 equal chunks of each sequence per CP rank."""
         return self.alignment if self.cp_size == 1 else self.cp_size * math.lcm(self.alignment, 2)
+
+    @property
+    def microbatch_padding_multiple(self) -> int:
+        """Whole microbatches, of all context-parallel ranks, are padded to a multiple of it, tokens."""
+        return math.lcm(self.padding_multiple, self.cp_size * self.pack_alignment)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,15 +58,29 @@ class TrainSequence:
     rollout_logprobs: tuple[float, ...] | None = None
     """Nats, one per response token; None for a demonstration, packed as 0."""
     advantage: float = 0.0
+    token_advantages: tuple[float, ...] | None = None
+    """One per response token; None: all equal advantage."""
+    response_mask: tuple[bool, ...] | None = None
+    """One per response token, False on holes: context that the policy did not sample; None: no holes."""
+    ref_logprobs: tuple[float, ...] | None = None
+    """Nats, one per response token; of all sequences of an optimizer step or of none."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response, tokens."""
+        """Prompt and response, holes included, tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def response_length(self) -> int:
+        """Tokens that carry a loss term."""
+        return len(self.response_ids) if self.response_mask is None else sum(self.response_mask)
 
 
 def make_batches(groups: list[RolloutGroup], cfg: BatchConfig, layout: BatchLayout) -> list[TrainBatch]:
     """This rank's batches of one rollout, one per optimizer step: the groups in order, in equal parts of whole groups.
+
+    A filtered rollout is in no batch, and so not in N. A part with nothing but filtered rollouts is left out of the
+    list, and the others keep the minibatch_index of their place.
 
     Raises:
         ValueError: the parts would be unequal, a rollout has no advantage, or what pack_batch refuses.
@@ -65,10 +90,11 @@ def make_batches(groups: list[RolloutGroup], cfg: BatchConfig, layout: BatchLayo
         raise ValueError(
             f"batch.num_minibatches={cfg.num_minibatches}: does not divide the {len(groups)} groups of the rollout"
         )
-    parts = [groups[i * size : (i + 1) * size] for i in range(cfg.num_minibatches)]
+    parts = [_sequences(groups[i * size : (i + 1) * size]) for i in range(cfg.num_minibatches)]
     return [
-        pack_batch(_sequences(part), cfg.max_tokens_per_microbatch, layout, minibatch_index=i)
+        pack_batch(part, cfg.max_tokens_per_microbatch, layout, minibatch_index=i, mode=cfg.mode)
         for i, part in enumerate(parts)
+        if part
     ]
 
 
@@ -78,44 +104,48 @@ def pack_batch(
     layout: BatchLayout,
     *,
     minibatch_index: int,
+    mode: Literal["packed", "padded"] = "packed",
 ) -> TrainBatch:
-    """This rank's part of one optimizer step's sequences, packed into microbatches.
+    """This rank's part of one optimizer step's sequences, as microbatches.
 
-    Sequences go longest first into the emptiest of dp_size x count bins, with the smallest count that keeps every
-    bin within the budget. A rank without a response in some microbatch gets one dummy sequence there (no response
-    token, no unpadded token, response length 0), so that all ranks run the same collectives.
+    Packed: sequences go longest first into the emptiest of dp_size x count bins, with the smallest count that keeps
+    every bin within the budget. Padded: as many rows a microbatch as the budget holds, the same number in each, since
+    a pipeline's stages exchange tensors of one shape. Where a rank lacks a response a dummy stands (no response token,
+    all padding, response length 0, number -1), so that all ranks run the same collectives on the same shapes.
 
     Args:
         sequences: of all data-parallel ranks, the same list on each.
-        max_tokens_per_microbatch: packed tokens per rank, padding included.
+        max_tokens_per_microbatch: tokens per rank, padding included.
         layout: this rank's place.
         minibatch_index: place of the optimizer step within its rollout.
+        mode: as BatchConfig.mode.
 
     Raises:
-        ValueError: no sequences, a sequence beyond the budget, without prompt, or whose log-probs do not fit.
+        ValueError: no sequences; a budget below what the layout aligns to; a sequence beyond the budget, without
+            prompt, or with values that do not fit its response; reference log-probs of some sequences only.
     """
     if not sequences:
         raise ValueError(f"minibatch {minibatch_index}: has no sequences")
     for sequence in sequences:
-        _check_sequence(sequence)
+        _check_sequence(sequence, has_ref=sequences[0].ref_logprobs is not None)
     padded = [_pad_up(s.num_tokens, layout.padding_multiple) for s in sequences]
-    budget = max_tokens_per_microbatch * layout.cp_size
-    for sequence, length in zip(sequences, padded, strict=True):
-        if length > budget:
-            raise ValueError(
-                f"{sequence.name}: {sequence.num_tokens} tokens, padded to {length}, over context_parallel_size="
-                f"{layout.cp_size} ranks do not fit batch.max_tokens_per_microbatch={max_tokens_per_microbatch}; "
-                f"wants at least {-(-length // layout.cp_size)}"
-            )
-    bins = _balance(padded, budget, layout.dp_size)
+    limit = max_tokens_per_microbatch * layout.cp_size
+    budget = limit - limit % layout.microbatch_padding_multiple
+    _check_budget(sequences, padded, budget, max_tokens_per_microbatch, layout)
+    num_rows, row_length = 1, None
+    if mode == "packed":
+        bins = _balance(padded, budget, layout)
+    else:
+        row_length = _pad_up(max(padded), layout.microbatch_padding_multiple)
+        bins, num_rows = _deal(len(sequences), budget // row_length, layout)
     num_tokens = sum(s.num_tokens for s in sequences)
     return TrainBatch(
-        microbatches=[_pack({i: sequences[i] for i in members}, layout) for members in _own(bins, layout)],
+        microbatches=[_pack(sequences, own, layout, row_length, num_rows) for own in _own(bins, layout)],
         num_responses=len(sequences),
         num_tokens=num_tokens,
-        num_response_tokens=sum(len(s.response_ids) for s in sequences),
+        num_response_tokens=sum(s.response_length for s in sequences),
         minibatch_index=minibatch_index,
-        packing_efficiency=num_tokens / (len(bins) * budget),
+        packing_efficiency=num_tokens / (len(bins) * limit),
     )
 
 
@@ -123,6 +153,8 @@ def _sequences(groups: list[RolloutGroup]) -> list[TrainSequence]:
     sequences = []
     for group in groups:
         for member, rollout in enumerate(group.rollouts):
+            if rollout.is_filtered:
+                continue
             name = f"prompt {group.prompt.prompt_id}, member {member}"
             if rollout.advantage is None:
                 raise ValueError(f"{name}: has no advantage; call add_advantages before make_batches")
@@ -133,36 +165,79 @@ def _sequences(groups: list[RolloutGroup]) -> list[TrainSequence]:
                     response_ids=rollout.response_ids,
                     rollout_logprobs=rollout.rollout_logprobs,
                     advantage=rollout.advantage,
+                    token_advantages=rollout.token_advantages,
+                    response_mask=rollout.response_mask,
+                    ref_logprobs=rollout.ref_logprobs,
                 )
             )
     return sequences
 
 
-def _check_sequence(sequence: TrainSequence) -> None:
+def _check_sequence(sequence: TrainSequence, *, has_ref: bool) -> None:
     if not sequence.prompt_ids:
         raise ValueError(f"{sequence.name}: has no prompt token, so nothing predicts its first response token")
-    if sequence.rollout_logprobs is not None and len(sequence.rollout_logprobs) != len(sequence.response_ids):
+    per_token = {
+        "rollout_logprobs": sequence.rollout_logprobs,
+        "token_advantages": sequence.token_advantages,
+        "response_mask": sequence.response_mask,
+        "ref_logprobs": sequence.ref_logprobs,
+    }
+    for field, values in per_token.items():
+        if values is not None and len(values) != len(sequence.response_ids):
+            raise ValueError(
+                f"{sequence.name}: has {len(values)} {field}, "
+                f"wants {len(sequence.response_ids)}, one per response token"
+            )
+    if (sequence.ref_logprobs is not None) != has_ref:
         raise ValueError(
-            f"{sequence.name}: has {len(sequence.rollout_logprobs)} rollout_logprobs, "
-            f"wants {len(sequence.response_ids)}, one per response token"
+            f"{sequence.name}: has {'no ' if has_ref else ''}ref_logprobs, unlike the sequences before it; "
+            "wants them of every sequence of an optimizer step (KL penalty) or of none"
         )
+
+
+def _check_budget(
+    sequences: list[TrainSequence], padded: list[int], budget: int, max_tokens_per_microbatch: int, layout: BatchLayout
+) -> None:
+    if not budget:
+        raise ValueError(
+            f"batch.max_tokens_per_microbatch={max_tokens_per_microbatch}: tensor parallel, context parallel and FP8 "
+            f"pad a rank's microbatch to a multiple of {layout.microbatch_padding_multiple // layout.cp_size} tokens; "
+            "wants at least that"
+        )
+    for sequence, length in zip(sequences, padded, strict=True):
+        if length > budget:
+            wanted = _pad_up(length, layout.microbatch_padding_multiple) // layout.cp_size
+            raise ValueError(
+                f"{sequence.name}: {sequence.num_tokens} tokens, padded to {length}, over context_parallel_size="
+                f"{layout.cp_size} ranks do not fit batch.max_tokens_per_microbatch={max_tokens_per_microbatch}; "
+                f"wants at least {wanted}"
+            )
 
 
 def _pad_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def _balance(lengths: list[int], budget: int, dp_size: int) -> list[list[int]]:
+def _balance(lengths: list[int], budget: int, layout: BatchLayout) -> list[list[int]]:
     """Indices of the sequences in each of dp_size x count bins, fullest bin first."""
-    count = max(1, math.ceil(sum(lengths) / (dp_size * budget)))
+    step = layout.microbatch_multiple
+    count = _pad_up(math.ceil(sum(lengths) / (layout.dp_size * budget)), step)
     while True:
-        bins = _spread(lengths, dp_size * count)
+        bins = _spread(lengths, layout.dp_size * count)
         loads = [sum(lengths[i] for i in members) for members in bins]
         if max(loads) <= budget:
             break
-        count += 1  # ends: with a bin for each sequence, each fits
+        count += step  # ends: with a bin for each sequence, each fits
     order = sorted(range(len(bins)), key=lambda b: (-loads[b], b))
     return [sorted(bins[b]) for b in order]
+
+
+def _deal(num_sequences: int, max_rows: int, layout: BatchLayout) -> tuple[list[list[int]], int]:
+    """Indices of the sequences in each of dp_size x count bins, dealt in turn; and the rows of every bin."""
+    count = _pad_up(math.ceil(num_sequences / (layout.dp_size * max_rows)), layout.microbatch_multiple)
+    num_bins = layout.dp_size * count
+    bins = [list(range(b, num_sequences, num_bins)) for b in range(num_bins)]
+    return bins, math.ceil(num_sequences / num_bins)
 
 
 def _spread(lengths: list[int], num_bins: int) -> list[list[int]]:
@@ -181,32 +256,39 @@ def _own(bins: list[list[int]], layout: BatchLayout) -> list[list[int]]:
     return bins[layout.dp_rank :: layout.dp_size]
 
 
-def _pack(members: dict[int, TrainSequence], layout: BatchLayout) -> Microbatch:
-    """The microbatch of some of the optimizer step's sequences, by their place in it."""
-    is_dummy = not members
-    if is_dummy:
-        # Full length, so that attention never meets an empty segment.
-        members = {-1: TrainSequence(name="dummy", prompt_ids=(0,) * layout.padding_multiple, response_ids=())}
-    sequences = list(members.values())
-    unpadded = [s.num_tokens for s in sequences]
-    padded = [_pad_up(n, layout.padding_multiple) for n in unpadded]
-    rows = [_lay_out(s, index, length) for index, (s, length) in enumerate(zip(sequences, padded, strict=True))]
-    packed = {name: torch.cat([_context_slice(row[name], layout) for row in rows]) for name in rows[0]}
-    if is_dummy:
-        packed["is_padding_T"] = torch.ones_like(packed["is_padding_T"])
+def _pack(
+    sequences: list[TrainSequence], members: list[int], layout: BatchLayout, row_length: int | None, num_rows: int
+) -> Microbatch:
+    """The microbatch of some of the optimizer step's sequences, by their place in it; dummies fill up to num_rows."""
+    multiple = layout.microbatch_padding_multiple
+    # Full length, so that attention never meets an empty segment.
+    dummy = TrainSequence(name="dummy", prompt_ids=(0,) * (row_length or multiple), response_ids=())
+    numbers = members + [-1] * (num_rows - len(members))
+    rows = [sequences[i] if i >= 0 else dummy for i in numbers]
+    unpadded = [s.num_tokens for s in rows]
+    if row_length is None:
+        padded = [_pad_up(n, layout.padding_multiple) for n in unpadded]
+        padded[-1] += -sum(padded) % multiple
+    else:
+        padded = [row_length] * num_rows
+    laid_out = [_lay_out(s, i, length) for i, (s, length) in enumerate(zip(rows, padded, strict=True))]
+    for fields, number in zip(laid_out, numbers, strict=True):
+        fields["is_padding_T"] |= number < 0
+    fields_T = {name: torch.cat([_context_slice(fields[name], layout) for fields in laid_out]) for name in laid_out[0]}
+    ref_logprobs_T = fields_T.pop("ref_logprobs_T")
     return Microbatch(
-        **packed,
-        response_length_B=torch.tensor([len(s.response_ids) for s in sequences]),
-        response_number_B=torch.tensor(list(members)),
-        advantages_B=torch.tensor([s.advantage for s in sequences], dtype=torch.float32),
+        **fields_T,
+        response_length_B=torch.tensor([s.response_length for s in rows]),
+        response_number_B=torch.tensor(numbers),
+        advantages_B=torch.tensor([s.advantage for s in rows], dtype=torch.float32),
         old_logprobs_T=None,
-        ref_logprobs_T=None,
+        ref_logprobs_T=None if sequences[0].ref_logprobs is None else ref_logprobs_T,
         routed_experts=None,
-        row_length=None,
+        row_length=row_length,
         cu_seqlens=_starts(unpadded),
         cu_seqlens_padded=_starts(padded),
         max_seqlen=max(padded),
-        num_unpadded_tokens=int((~packed["is_padding_T"]).sum()),
+        num_unpadded_tokens=int((~fields_T["is_padding_T"]).sum()),
     )
 
 
@@ -218,18 +300,25 @@ def _lay_out(sequence: TrainSequence, index: int, length: int) -> dict[str, Tens
     labels[: n - 1] = tokens[1:n]
     response_index[:n] = index
     position = torch.arange(length)
-    mask = (position >= first) & (position < n - 1)
-    rollout_logprobs = torch.zeros(length)
-    if sequence.rollout_logprobs is not None:
-        rollout_logprobs[first : n - 1] = torch.tensor(sequence.rollout_logprobs)
+    mask = torch.zeros(length, dtype=torch.bool)
+    mask[first : n - 1] = True if sequence.response_mask is None else torch.tensor(sequence.response_mask).bool()
+
+    def per_token(values: tuple[float, ...] | None, otherwise: float) -> Tensor:
+        """What responses bring is only read where the mask is: a hole may hold anything."""
+        field = torch.full((length,), otherwise)
+        if values is not None:
+            field[first : n - 1] = torch.tensor(values, dtype=torch.float32)
+        return torch.where(mask, field, 0.0)
+
     return {
         "tokens_T": tokens,
         "labels_T": labels,
         "position_ids_T": position,
         "response_mask_T": mask,
         "response_index_T": response_index,
-        "rollout_logprobs_T": rollout_logprobs,
-        "advantages_T": torch.where(mask, sequence.advantage, 0.0),
+        "rollout_logprobs_T": per_token(sequence.rollout_logprobs, 0.0),
+        "ref_logprobs_T": per_token(sequence.ref_logprobs, 0.0),
+        "advantages_T": per_token(sequence.token_advantages, sequence.advantage),
         "is_padding_T": position >= n,
     }
 

@@ -35,7 +35,7 @@ def cold_start_dir(recipe: Recipe) -> Path:
     parts = {k: tree[k] for k in ("seed", "model", "data", "cold_start", "parallel", "device", "optimizer")}
     del parts["optimizer"]["lr"]
     parts["trainer_ranks"] = recipe.cluster.trainer_ranks
-    parts["max_tokens_per_microbatch"] = recipe.batch.max_tokens_per_microbatch
+    parts["microbatches"] = (recipe.batch.max_tokens_per_microbatch, recipe.batch.mode)
     hf_dir = Path(recipe.model.hf_dir)
     parts["files"] = [
         hashlib.sha256((hf_dir / name).read_bytes()).hexdigest() for name in ("config.json", "tokenizer.json")
@@ -92,7 +92,11 @@ def train_cold_start(recipe: Recipe, cfg: ColdStartConfig, console: Console) -> 
             with clock.stage("cold start"):
                 sequences = take_demonstrations(stream, tokenizer, rng, cfg)
                 batch = pack_batch(
-                    sequences, recipe.batch.max_tokens_per_microbatch, parallel.batch_layout, minibatch_index=0
+                    sequences,
+                    recipe.batch.max_tokens_per_microbatch,
+                    parallel.batch_layout,
+                    minibatch_index=0,
+                    mode=recipe.batch.mode,
                 )
                 result = optimizer_step(
                     policy,

@@ -1,9 +1,10 @@
-"""Core attention for packed sequences without Transformer Engine, with context parallelism; and torch's RMSNorm.
+"""Core attention without Transformer Engine, packed or in rows, with context parallelism; and torch's RMSNorm.
 
 megatron-core's own DotProductAttention refuses packing and context parallelism, and its WrappedTorchNorm refuses
 sequence parallelism. Both are needed on CPU, where Transformer Engine cannot run.
 
-Shapes: T = packed tokens on this rank, B = sequences, L = longest sequence, n = heads on this rank, d = head size.
+Shapes: T = packed tokens on this rank, B = sequences, L = longest sequence, n = heads on this rank, d = head size,
+s = tokens of one row on this rank.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class TorchRMSNorm(torch.nn.Module):
 
 
 class PackedCoreAttention(MegatronModule):
-    """Causal attention within each packed sequence, by torch's scaled_dot_product_attention.
+    """Causal attention within each packed sequence or row, by torch's scaled_dot_product_attention.
 
     Under context parallelism each rank holds chunks r and 2*cp-1-r of every sequence (Megatron's balanced layout);
     keys and values are all-gathered. "Collective over cp_group".
@@ -69,26 +70,32 @@ class PackedCoreAttention(MegatronModule):
         """Attend.
 
         Args:
-            query: [T, n, d].
-            key: [T, n_kv, d].
-            value: [T, n_kv, d].
-            attention_mask: unused; the packing defines the mask.
+            query: [T, n, d], or rows [s, B, n, d].
+            key: [T, n_kv, d], or rows [s, B, n_kv, d].
+            value: [T, n_kv, d], or rows [s, B, n_kv, d].
+            attention_mask: unused; sequences are causal, and their padding is at their end.
             attn_mask_type: unused, always causal.
             attention_bias: unused.
-            packed_seq_params: sequence starts, padded, of the whole (not context-parallel) sequences.
+            packed_seq_params: sequence starts, padded, of the whole (not context-parallel) sequences; None for rows.
 
         Returns:
-            [T, n * d].
-
-        Raises:
-            ValueError: the input is not packed.
+            [T, n * d], or rows [s, B, n * d].
         """
-        if packed_seq_params is None:
-            raise ValueError("PackedCoreAttention wants packed sequences (qkv_format thd)")
+        if packed_seq_params is not None:
+            starts = packed_seq_params.cu_seqlens_q_padded
+            return self._forward_packed(query, key, value, starts[1:] - starts[:-1])
+        num_tokens, num_rows = query.shape[:2]
+        lengths = torch.full((num_rows,), num_tokens * self.cp_group.size(), device=query.device)
+        query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        out = self._forward_packed(query, key, value, lengths)
+        return out.view(num_rows, num_tokens, -1).transpose(0, 1).contiguous()
+
+    def _forward_packed(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+        """[T, n, d] each -> [T, n * d].
+
+        lengths [B]: of whole sequences; 2 * cp_size divides each when cp_size > 1.
+        """
         cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
-        # [B + 1]; all sequences have lengths that 2 * cp_size divides when cp_size > 1
-        starts = packed_seq_params.cu_seqlens_q_padded
-        lengths = starts[1:] - starts[:-1]
         if cp_size == 1:
             rows_B_L, valid_B_L = _padded_rows(lengths)
             q, k, v = (_to_batch(x, rows_B_L) for x in (query, key, value))

@@ -321,6 +321,6 @@ def export_hf(policy: Policy, out_dir: Path, companions_from: Path) -> None:
 
 
 def tensor_parallel_logits(output_layer: Any, hidden_states: Tensor, output_weight: Tensor | None) -> Tensor:
-    """[s, 1, H] (sequence-parallel slice) -> [T, V] vocabulary-parallel logits of this rank."""
+    """[s, b, H] (sequence-parallel slice) -> [T, V] vocabulary-parallel logits of this rank, s-major."""
     logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
-    return logits.squeeze(1)
+    return logits.flatten(0, 1)

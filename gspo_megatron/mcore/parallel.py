@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from gspo_megatron.batch import BatchLayout
 from gspo_megatron.config import Recipe
+from gspo_megatron.mcore import router_padding
 from gspo_megatron.mcore.rank import RankZeroFailed
 
 T = TypeVar("T")
@@ -37,6 +38,10 @@ class Parallel:
     pp_size: int
     is_last_stage: bool
     """This rank computes the loss (with interleaving: its last chunk does)."""
+    pack_alignment: int
+    """As BatchLayout's."""
+    microbatch_multiple: int
+    """As BatchLayout's."""
     device: torch.device
 
     @property
@@ -48,6 +53,8 @@ class Parallel:
             cp_rank=self.cp_rank,
             cp_size=self.cp_size,
             alignment=self.tp_size,
+            pack_alignment=self.pack_alignment,
+            microbatch_multiple=self.microbatch_multiple,
         )
 
     @property
@@ -73,8 +80,33 @@ class Parallel:
         return result
 
 
+def pack_alignment(recipe: Recipe) -> int:
+    """Tokens that a rank's microbatch must be a multiple of for FP8, 1 without.
+
+    The weight gradient multiplies over the token dimension, where an FP8 product wants whole groups of 16, and MXFP8's
+    scales whole blocks of 32 (megatron-core's get_fp8_align_size). With sequence parallel each tensor-parallel slice
+    is quantised on its own before it is gathered, so each must be whole.
+    """
+    if not recipe.model.mcore.get("fp8"):
+        return 1
+    return recipe.parallel.tensor_model_parallel_size * (32 if recipe.model.mcore.get("fp8_recipe") == "mxfp8" else 16)
+
+
+def microbatch_multiple(recipe: Recipe) -> int:
+    """Microbatches that an optimizer step must be a multiple of.
+
+    The interleaved schedule runs them in groups (microbatch_group_size_per_vp_stage, by default one per pipeline
+    rank), and refuses fewer than a group or a rest below the pipeline size (megatron-core's schedules.py).
+    """
+    p = recipe.parallel
+    if p.virtual_pipeline_model_parallel_size is None:
+        return 1
+    return int(recipe.model.mcore.get("microbatch_group_size_per_vp_stage") or p.pipeline_model_parallel_size)
+
+
 def initialize(recipe: Recipe) -> Parallel:
     """Join the process group (torchrun's environment) and build Megatron's groups. Collective over all ranks."""
+    router_padding.install()
     device = torch.device("cpu")
     if recipe.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -109,5 +141,7 @@ def initialize(recipe: Recipe) -> Parallel:
         dp_size=parallel_state.get_data_parallel_world_size(),
         pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
         is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        pack_alignment=pack_alignment(recipe),
+        microbatch_multiple=microbatch_multiple(recipe),
         device=device,
     )

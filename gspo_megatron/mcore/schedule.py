@@ -1,7 +1,7 @@
-"""megatron-core's forward-backward schedule over packed microbatches.
+"""megatron-core's forward-backward schedule over microbatches, packed or in rows.
 
 Source: megatron-core 0.19.2, pipeline_parallel/schedules.py; GPTModel's output_processor hook.
-Shapes: T = packed tokens on this rank, V = vocabulary columns on this rank.
+Shapes: T = tokens on this rank, V = vocabulary columns on this rank, b = rows (1 when packed), s = T / b.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import get_pipeline_model_parallel_group, get_pipeline_model_parallel_last_rank
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from gspo_megatron.logprobs import vocab_parallel_logprobs
@@ -33,31 +34,33 @@ def run_schedule(
     """megatron-core's forward-backward over the microbatches; returns what loss_func reports on the last stage."""
 
     def processor(*, hidden_states: Tensor, output_layer: Any, output_weight: Any, labels: Tensor, **_: Any) -> Tensor:
+        # Megatron's hidden states are [s, b, H]; the microbatch's [T] fields are row after row.
         logits_TV = tensor_parallel_logits(output_layer, hidden_states, output_weight)
         pair = vocab_parallel_logprobs(
             logits_TV,
-            labels[0],
+            labels.t().flatten(),
             temperature=temperature,
             vocab_size=policy.vocab_size,
             tp_group=policy.parallel.tp_group,
         )
-        return torch.stack(pair, dim=-1)
+        return torch.stack(pair, dim=-1).unflatten(0, labels.t().shape).transpose(0, 1).flatten(0, 1)
 
     def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
         m: Microbatch = next(iterator)
         output = model(
-            m.tokens_T[None],
-            m.position_ids_T[None],
+            m.tokens_T.view(num_rows(m), -1),
+            m.position_ids_T.view(num_rows(m), -1),
             None,
-            labels=m.labels_T[None],
-            packed_seq_params=_packed(m, may_pad),
+            labels=m.labels_T.view(num_rows(m), -1),
+            packed_seq_params=_packed(m, may_pad) if m.row_length is None else None,
+            padding_mask=_padding_mask(m, policy, model),
             output_processor=processor,
         )
         if forward_only:
             return output, lambda out, non_loss_data: loss_func(m, out)
         return output, lambda out: loss_func(m, out)
 
-    chunks, may_pad = policy.chunks, policy.parallel.batch_layout.padding_multiple > 1
+    chunks, may_pad = policy.chunks, policy.parallel.batch_layout.microbatch_padding_multiple > 1
     microbatches = [_on_device(m, policy.parallel.device) for m in microbatches]
     iterators = [iter(microbatches) for _ in chunks]
     reports: list[Any] = get_forward_backward_func()(
@@ -65,8 +68,8 @@ def run_schedule(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(microbatches),
-        seq_length=max(len(m.tokens_T) for m in microbatches) * policy.parallel.cp_size,
-        micro_batch_size=1,
+        seq_length=max(len(m.tokens_T) // num_rows(m) for m in microbatches) * policy.parallel.cp_size,
+        micro_batch_size=num_rows(microbatches[0]),  # of all
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
@@ -78,6 +81,23 @@ def _on_device(m: Microbatch, device: torch.device) -> Microbatch:
     values: dict[str, Any] = {f.name: getattr(m, f.name) for f in fields(m)}
     moved: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
     return replace(m, **moved)
+
+
+def num_rows(m: Microbatch) -> int:
+    """Megatron's micro batch size: packed sequences are one row."""
+    return 1 if m.row_length is None else len(m.response_length_B)
+
+
+def _padding_mask(m: Microbatch, policy: Policy, model: Any) -> Tensor:
+    """[b, s] bool, True on padding: the router's auxiliary losses leave it out.
+
+    With sequence parallel a chunk that starts with the embedding cuts the mask as it cuts the tokens; the other chunks
+    take it as it comes and want this rank's slice (megatron-core 0.19.2, GPTModel._preprocess).
+    """
+    mask = m.is_padding_T.view(num_rows(m), -1)
+    if policy.config.sequence_parallel and not unwrap_model(model).pre_process:
+        return mask.chunk(policy.parallel.tp_size, dim=1)[policy.parallel.tp_rank]
+    return mask
 
 
 def _packed(m: Microbatch, may_pad: bool) -> PackedSeqParams:
