@@ -34,6 +34,7 @@ from gspo_megatron.convert.ops import ConversionError, Op, check_names_and_shape
 from gspo_megatron.convert.shards import Gatherer, Shard, load_shards
 from gspo_megatron.mcore.attention import PackedCoreAttention, TorchRMSNorm
 from gspo_megatron.mcore.parallel import Parallel
+from gspo_megatron.mcore.routing_replay import RoutingReplay
 
 # What has no CPU implementation, switched off; none of it changes the maths.
 _CPU_CONFIG = {
@@ -70,6 +71,8 @@ class Policy:
     """The family's table, Hugging Face <-> Megatron."""
     vocab_size: int
     """Without padding."""
+    routing_replay: RoutingReplay
+    """The chunks' routers; free unless loss.routing_replay is r2 and a pass records or replays."""
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """megatron-core's own description of this rank's parameters, layout-free names.
@@ -161,6 +164,7 @@ def make_config(
         "expert_model_parallel_size": p.expert_model_parallel_size,
         "expert_tensor_parallel_size": p.expert_tensor_parallel_size,
         "sequence_parallel": p.sequence_parallel,
+        "moe_enable_routing_replay": recipe.loss.routing_replay == "r2",
         # interleaving without overlap is silently wrong in megatron-core 0.19.2; its guard is in megatron.training
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
@@ -199,6 +203,7 @@ def build_policy(recipe: Recipe, parallel: Parallel) -> Policy:
         parallel=parallel,
         ops=qwen3_moe.op_list(hf_config, padded_vocab_size=padded),
         vocab_size=arguments.vocab_size,
+        routing_replay=RoutingReplay(modules, config),
     )
 
 
