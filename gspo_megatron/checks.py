@@ -26,7 +26,7 @@ DERIVED_MCORE_KEYS = frozenset(
     "calculate_per_token_loss tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
     "virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
     "sequence_parallel moe_router_pre_softmax use_cpu_initialization overlap_p2p_comm batch_p2p_comm "
-    "variable_seq_lengths".split()
+    "variable_seq_lengths moe_enable_routing_replay".split()
 )
 # ServerArgs fields that engine.py sets.
 DERIVED_SGLANG_KEYS = frozenset(
@@ -221,6 +221,45 @@ def _check_objective(recipe: Recipe) -> list[str]:
             f"loss.clip_low={loss.clip_low}, clip_high={loss.clip_high}: above {MAX_SEQUENCE_CLIP} a sequence-level "
             f"ratio of {r.max_response_tokens}-token responses never clips; the paper has 3.0e-4 and 4.0e-4 "
             "(or set loss.allow_wide_clip)"
+        )
+    return problems + _check_routing_replay(recipe)
+
+
+# model.mcore keys under which megatron-core 0.19.2 chooses experts past the replay (transformer/moe/router.py,
+# moe_utils.py), the values that do so (None: every one but the default), the default, and the reason.
+_CAPTURED = "captures the router, which then keeps doing what it did at its capture"
+_UNREPLAYABLE: dict[str, tuple[tuple[Any, ...] | None, Any, str]] = {
+    "moe_router_fusion": (None, False, "takes the fused router, which never asks for the recorded experts"),
+    "moe_router_load_balancing_type": (
+        ("sinkhorn", "quantile_balancing"),
+        "aux_loss",
+        "chooses experts by code of its own, which never asks for the recorded ones",
+    ),
+    "moe_expert_capacity_factor": (None, None, "drops experts after the replay, by the current probabilities"),
+    "overlap_moe_expert_parallel_comm": (
+        None,
+        False,
+        "runs one microbatch's layers between another's, so whose routes a router wants is not known",
+    ),
+    "cuda_graph_impl": (None, "none", _CAPTURED),
+    "enable_cuda_graph": (None, False, _CAPTURED),
+    "external_cuda_graph": (None, False, _CAPTURED),
+}
+
+
+def _check_routing_replay(recipe: Recipe) -> list[str]:
+    """What recorded routes cannot be combined with."""
+    if recipe.loss.routing_replay == "none":
+        return []
+    problems = []
+    for key, (refused, default, reason) in _UNREPLAYABLE.items():
+        value = recipe.model.mcore.get(key, default)
+        if value != default if refused is None else value in refused:
+            problems.append(f"model.mcore.{key}={value}: with loss.routing_replay: r2 it {reason}")
+    if recipe.loss.old_logprobs == "rollout":
+        problems.append(
+            "loss.old_logprobs=rollout: leaves loss.routing_replay: r2 no old-log-prob pass to record; "
+            "wants recompute, or routing_replay: none"
         )
     return problems
 
