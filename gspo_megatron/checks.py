@@ -27,12 +27,12 @@ DERIVED_MCORE_KEYS = frozenset(
     "calculate_per_token_loss tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
     "virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
     "sequence_parallel moe_router_pre_softmax use_cpu_initialization overlap_p2p_comm batch_p2p_comm "
-    "microbatch_group_size_per_vp_stage variable_seq_lengths".split()
+    "microbatch_group_size_per_vp_stage variable_seq_lengths moe_enable_routing_replay".split()
 )
 # ServerArgs fields that engine.py sets.
 DERIVED_SGLANG_KEYS = frozenset(
     "model_path tokenizer_path host port device dtype random_seed weight_version api_key served_model_name "
-    "load_format skip_tokenizer_init".split()
+    "load_format skip_tokenizer_init enable_fp32_lm_head".split()
 )
 
 
@@ -244,7 +244,7 @@ def _check_objective(recipe: Recipe) -> list[str]:
         )
     if loss.name in ("dr_grpo", "minirl") and recipe.advantage.std:
         problems.append(f"advantage.std=True: {loss.name} is published with r - mean; set it to false")
-    return problems + _check_correction(loss)
+    return problems + _check_correction(loss) + _check_routing_replay(recipe)
 
 
 SEQUENCE_RATIO = ("gspo", "gspo_token")
@@ -290,6 +290,39 @@ def _check_correction(loss: LossConfig) -> list[str]:
     return problems
 
 
+# model.mcore keys under which megatron-core 0.19.2 chooses experts past the replay (transformer/moe/router.py,
+# moe_utils.py), the values that do so (None: every one but the default), the default, and the reason.
+_CAPTURED = "captures the router, which then keeps doing what it did at its capture"
+_UNREPLAYABLE: dict[str, tuple[tuple[Any, ...] | None, Any, str]] = {
+    "moe_router_fusion": (None, False, "takes the fused router, which never asks for the recorded experts"),
+    "moe_router_load_balancing_type": (
+        ("sinkhorn", "quantile_balancing"),
+        "aux_loss",
+        "chooses experts by code of its own, which never asks for the recorded ones",
+    ),
+    "cuda_graph_impl": (None, "none", _CAPTURED),
+    "enable_cuda_graph": (None, False, _CAPTURED),
+    "external_cuda_graph": (None, False, _CAPTURED),
+}
+
+
+def _check_routing_replay(recipe: Recipe) -> list[str]:
+    """What recorded routes cannot be combined with."""
+    if recipe.loss.routing_replay == "none":
+        return []
+    problems = []
+    for key, (refused, default, reason) in _UNREPLAYABLE.items():
+        value = recipe.model.mcore.get(key, default)
+        if value != default if refused is None else value in refused:
+            problems.append(f"model.mcore.{key}={value}: with loss.routing_replay: r2 it {reason}")
+    if recipe.loss.old_logprobs == "rollout":
+        problems.append(
+            "loss.old_logprobs=rollout: leaves loss.routing_replay: r2 no old-log-prob pass to record; "
+            "wants recompute, or routing_replay: none"
+        )
+    return problems
+
+
 # Keys of model.mcore -> is this value refused, and why.
 _REFUSED_MCORE: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
@@ -303,6 +336,10 @@ _REFUSED_MCORE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "defer_embedding_wgrad_compute": (
         bool,
         "megatron-core collects the output layer's inputs in its own forward, which chunked log-probs replace",
+    ),
+    **dict.fromkeys(
+        ("overlap_moe_expert_parallel_comm", "num_microbatches_with_partial_activation_checkpoints"),
+        (bool, "schedules a microbatch in pieces, which the log-prob pass is not written for; leave it out"),
     ),
     "mtp_num_layers": (bool, "multi-token prediction is not trained here; leave it out"),
 }

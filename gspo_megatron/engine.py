@@ -53,6 +53,7 @@ def server_arguments(recipe: Recipe, *, model_dir: Path, port: int, weight_versi
         "port": port,
         "device": recipe.device,
         "dtype": recipe.model.dtype,
+        "enable_fp32_lm_head": recipe.model.fp32_lm_head and recipe.model.dtype != "float32",
         "random_seed": recipe.seed,
         "weight_version": str(weight_version),
     }

@@ -8,7 +8,7 @@ up over the global N while auxiliary losses keep their meaning.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -124,24 +124,35 @@ def compute_logprobs(policy: Policy, batch: TrainBatch, *, temperature: float) -
 
 
 def add_old_logprobs(
-    policy: Policy, batches: list[TrainBatch], *, temperature: float, source: str
+    policy: Policy, batches: list[TrainBatch], *, temperature: float, source: str, record_routes: bool = False
 ) -> list[TrainBatch]:
-    """Fill old_logprobs_T of every microbatch before the first update.
+    """Fill old_logprobs_T of every microbatch before the first update, and routed_experts where routes are recorded.
 
     Args:
         policy: the model whose current weights define pi_old.
         batches: one per optimizer step.
         temperature: divides the logits.
         source: `recompute` (by this trainer) or `rollout` (SGLang's own).
+        record_routes: keep each token's experts, for the update to replay.
+
+    Raises:
+        ValueError: routes wanted of SGLang's log-probs, or of a policy built without routing replay.
     """
+    if record_routes and source != "recompute":
+        raise ValueError(f"record_routes with source={source!r}: only the trainer's pass has routes; wants recompute")
     filled = []
     for batch in batches:
+        routes: Sequence[tuple[Tensor, ...] | None] = [None] * len(batch.microbatches)
         if source == "rollout":
             logprobs = [m.rollout_logprobs_T for m in batch.microbatches]
+        elif record_routes:
+            with policy.routing_replay.recording() as routes:
+                logprobs = compute_logprobs(policy, batch, temperature=temperature)
         else:
             logprobs = compute_logprobs(policy, batch, temperature=temperature)
         microbatches = [
-            replace(m, old_logprobs_T=old) for m, old in zip(batch.microbatches, logprobs, strict=True)
+            replace(m, old_logprobs_T=old, routed_experts=experts)
+            for m, old, experts in zip(batch.microbatches, logprobs, routes, strict=True)
         ]
         filled.append(replace(batch, microbatches=microbatches))
     return filled
@@ -155,6 +166,9 @@ def save_microbatches(batch: TrainBatch, path: Path) -> None:
         for f in fields(microbatch)
         if isinstance(value := getattr(microbatch, f.name), Tensor)
     }
+    for i, microbatch in enumerate(batch.microbatches):
+        routes = microbatch.routed_experts or ()
+        tensors |= {f"{i}.routed_experts.{chunk}": experts for chunk, experts in enumerate(routes)}
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path)
 

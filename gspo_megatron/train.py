@@ -88,7 +88,11 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
                 batches = make_batches(groups, recipe.batch, parallel.batch_layout)
             with clock.stage("old_logprobs"):
                 batches = add_old_logprobs(
-                    policy, batches, temperature=temperature, source=recipe.loss.old_logprobs
+                    policy,
+                    batches,
+                    temperature=temperature,
+                    source=recipe.loss.old_logprobs,
+                    record_routes=recipe.loss.routing_replay == "r2",
                 )
             with clock.stage("train"):
                 results = [step(policy, optimizer, b, loss_fn, denominator=count(b)) for b in batches]

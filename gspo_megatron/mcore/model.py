@@ -34,6 +34,7 @@ from gspo_megatron.convert.ops import ConversionError, Op, check_names_and_shape
 from gspo_megatron.convert.shards import Gatherer, Shard, load_shards
 from gspo_megatron.mcore.attention import PackedCoreAttention, TorchRMSNorm
 from gspo_megatron.mcore.parallel import Parallel
+from gspo_megatron.mcore.routing_replay import RoutingReplay
 
 # What has no CPU implementation, switched off; none of it changes the maths.
 _CPU_CONFIG = {
@@ -70,6 +71,10 @@ class Policy:
     """The family's table, Hugging Face <-> Megatron."""
     vocab_size: int
     """Without padding."""
+    fp32_lm_head: bool
+    """The output layer multiplies in float32."""
+    routing_replay: RoutingReplay
+    """The chunks' routers; free unless loss.routing_replay is r2 and a pass records or replays."""
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """megatron-core's own description of this rank's parameters, layout-free names.
@@ -170,6 +175,7 @@ def make_config(
         "expert_model_parallel_size": p.expert_model_parallel_size,
         "expert_tensor_parallel_size": p.expert_tensor_parallel_size,
         "sequence_parallel": p.sequence_parallel,
+        "moe_enable_routing_replay": recipe.loss.routing_replay == "r2",
         # interleaving without overlap is silently wrong in megatron-core 0.19.2; its guard is in megatron.training
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
@@ -209,6 +215,8 @@ def build_policy(recipe: Recipe, parallel: Parallel) -> Policy:
         parallel=parallel,
         ops=qwen3_moe.op_list(hf_config, padded_vocab_size=padded),
         vocab_size=arguments.vocab_size,
+        fp32_lm_head=recipe.model.fp32_lm_head,
+        routing_replay=RoutingReplay(modules, config),
     )
 
 
@@ -320,7 +328,12 @@ def export_hf(policy: Policy, out_dir: Path, companions_from: Path) -> None:
     policy.parallel.on_rank_0(write)
 
 
-def tensor_parallel_logits(output_layer: Any, hidden_states: Tensor, output_weight: Tensor | None) -> Tensor:
-    """[s, b, H] (sequence-parallel slice) -> [T, V] vocabulary-parallel logits of this rank, s-major."""
-    logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
-    return logits.flatten(0, 1)
+def head_weight(output_layer: Any, output_weight: Tensor | None) -> Tensor:
+    """[V, H] weight of the output layer on this rank: output_weight is the embedding's, where the two are tied.
+
+    The layer is not called, so its hooks are run here: with overlap_param_gather DistributedDataParallel waits in one
+    for the parameter. (The embedding's own layer waited for a tied weight.)
+    """
+    for hook in output_layer._forward_pre_hooks.values():
+        hook(output_layer, ())
+    return output_layer.weight if output_weight is None else output_weight

@@ -95,13 +95,11 @@ def pack_alignment(recipe: Recipe) -> int:
 def microbatch_multiple(recipe: Recipe) -> int:
     """Microbatches that an optimizer step must be a multiple of.
 
-    The interleaved schedule runs them in groups (microbatch_group_size_per_vp_stage, by default one per pipeline
-    rank), and refuses fewer than a group or a rest below the pipeline size (megatron-core's schedules.py).
+    The interleaved schedule runs them in groups of the pipeline size, and refuses a rest (megatron-core's
+    schedules.py, microbatch_group_size_per_vp_stage).
     """
     p = recipe.parallel
-    if p.virtual_pipeline_model_parallel_size is None:
-        return 1
-    return int(recipe.model.mcore.get("microbatch_group_size_per_vp_stage") or p.pipeline_model_parallel_size)
+    return 1 if p.virtual_pipeline_model_parallel_size is None else p.pipeline_model_parallel_size
 
 
 def initialize(recipe: Recipe) -> Parallel:

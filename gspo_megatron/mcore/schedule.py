@@ -18,8 +18,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from gspo_megatron.logprobs import vocab_parallel_logprobs
-from gspo_megatron.mcore.model import Policy, tensor_parallel_logits
+from gspo_megatron.logprobs import linear_logprobs
+from gspo_megatron.mcore.model import Policy, head_weight
 from gspo_megatron.types import Microbatch
 
 
@@ -31,48 +31,56 @@ def run_schedule(
     temperature: float,
     forward_only: bool,
 ) -> list[Any]:
-    """megatron-core's forward-backward over the microbatches; returns what loss_func reports on the last stage."""
+    """megatron-core's forward-backward over the microbatches; returns what loss_func reports on the last stage.
+
+    Routes that the microbatches carry are replayed (routing_replay.py); without them the router is free.
+    """
 
     def processor(*, hidden_states: Tensor, output_layer: Any, output_weight: Any, labels: Tensor, **_: Any) -> Tensor:
         # Megatron's hidden states are [s, b, H]; the microbatch's [T] fields are row after row.
-        logits_TV = tensor_parallel_logits(output_layer, hidden_states, output_weight)
-        pair = vocab_parallel_logprobs(
-            logits_TV,
+        pair = linear_logprobs(
+            hidden_states.flatten(0, 1),
+            head_weight(output_layer, output_weight),
             labels.t().flatten(),
             temperature=temperature,
             vocab_size=policy.vocab_size,
+            fp32_matmul=policy.fp32_lm_head,
             tp_group=policy.parallel.tp_group,
+            sequence_parallel=policy.config.sequence_parallel,
         )
         return torch.stack(pair, dim=-1).unflatten(0, labels.t().shape).transpose(0, 1).flatten(0, 1)
 
     def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
         m: Microbatch = next(iterator)
-        output = model(
-            m.tokens_T.view(num_rows(m), -1),
-            m.position_ids_T.view(num_rows(m), -1),
-            None,
-            labels=m.labels_T.view(num_rows(m), -1),
-            packed_seq_params=_packed(m, may_pad) if m.row_length is None else None,
-            padding_mask=_padding_mask(m, policy, model),
-            output_processor=processor,
-        )
+        with routing.forward(chunks.index(model), m):
+            output = model(
+                m.tokens_T.view(num_rows(m), -1),
+                m.position_ids_T.view(num_rows(m), -1),
+                None,
+                labels=m.labels_T.view(num_rows(m), -1),
+                packed_seq_params=_packed(m, may_pad) if m.row_length is None else None,
+                padding_mask=_padding_mask(m, policy, model),
+                output_processor=processor,
+            )
         if forward_only:
             return output, lambda out, non_loss_data: loss_func(m, out)
         return output, lambda out: loss_func(m, out)
 
-    chunks, may_pad = policy.chunks, policy.parallel.batch_layout.microbatch_padding_multiple > 1
+    chunks, routing = policy.chunks, policy.routing_replay
+    may_pad = policy.parallel.batch_layout.microbatch_padding_multiple > 1
     microbatches = [_on_device(m, policy.parallel.device) for m in microbatches]
     iterators = [iter(microbatches) for _ in chunks]
-    reports: list[Any] = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(microbatches),
-        seq_length=max(len(m.tokens_T) // num_rows(m) for m in microbatches) * policy.parallel.cp_size,
-        micro_batch_size=num_rows(microbatches[0]),  # of all
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
+    with routing.whole_pass(microbatches):
+        reports: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(microbatches),
+            seq_length=max(len(m.tokens_T) // num_rows(m) for m in microbatches) * policy.parallel.cp_size,
+            micro_batch_size=num_rows(microbatches[0]),  # of all
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
     return reports
 
 
@@ -80,6 +88,8 @@ def _on_device(m: Microbatch, device: torch.device) -> Microbatch:
     """The microbatch with its tensors on device."""
     values: dict[str, Any] = {f.name: getattr(m, f.name) for f in fields(m)}
     moved: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
+    if m.routed_experts is not None:
+        moved["routed_experts"] = tuple(routes.to(device) for routes in m.routed_experts)
     return replace(m, **moved)
 
 

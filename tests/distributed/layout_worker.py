@@ -161,7 +161,8 @@ def record(recipe: Any, policy: Any, sequences: list[TrainSequence], case: Case)
     """Routes of each microbatch."""
     from gspo_megatron.optimize import compute_logprobs
 
-    _, routes = compute_logprobs(policy, pack(recipe, policy, sequences, case), temperature=1.0, record_routes=True)
+    with policy.routing_replay.recording() as routes:
+        compute_logprobs(policy, pack(recipe, policy, sequences, case), temperature=1.0)
     return routes
 
 
@@ -189,7 +190,7 @@ def score(
 
     plain = [replace(s, response_mask=None) for s in sequences]
     batch = with_routes(pack(recipe, policy, plain, case), routes)
-    logprobs, _ = compute_logprobs(policy, batch, temperature=1.0)
+    logprobs = compute_logprobs(policy, batch, temperature=1.0)
     found: dict[int, tuple[float, ...]] = {}
     for m, logprobs_T in zip(batch.microbatches, logprobs, strict=True):
         found |= _by_response(m, logprobs_T)
@@ -207,14 +208,13 @@ def tensors(policy: Any, optimizer: Any) -> dict[str, list[Shard]]:
     """weights, grad, exp_avg and exp_avg_sq as this rank's shards of the global tensors."""
     from tests.distributed.policy_worker import _inner_optimizers
 
-    named = dict(policy.parameters())
     found = {"weights": copies(policy)}
     if policy.chunks[0].ddp_config.use_distributed_optimizer:
         moments = distributed_moments(optimizer)
         grads = {p: m["exp_avg"] / (1.0 - ADAM_BETA1) for p, m in moments.items()}
     else:
         moments = {p: s for o in _inner_optimizers(optimizer) for p, s in o.state.items()}
-        grads = {p: p.main_grad for p in named.values()}
+        grads = {p: p.main_grad for p in all_parameters(policy)}
     with torch.no_grad():
         for kind, values in (
             ("grad", grads),

@@ -276,6 +276,7 @@ TWO_TP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=t
         (["model.mcore.hidden_dropout=0.1"], "model.mcore.hidden_dropout=0.1: noise in the forward pass"),
         (["model.mcore.moe_expert_capacity_factor=1.0"], "model.mcore.moe_expert_capacity_factor=1.0: drops tokens"),
         (["model.mcore.defer_embedding_wgrad_compute=true"], "model.mcore.defer_embedding_wgrad_compute=True"),
+        (["model.mcore.overlap_moe_expert_parallel_comm=true"], "model.mcore.overlap_moe_expert_parallel_comm=True: "),
         (["model.mcore.mtp_num_layers=1"], "model.mcore.mtp_num_layers=1: multi-token prediction is not trained"),
         (["model.mcore.moe_router_load_balancing_type=seq_aux_loss"], "model.mcore.moe_router_load_balancing_type="),
         (["model.mcore.overlap_p2p_comm=false"], "model.mcore.overlap_p2p_comm: is derived from the recipe"),
@@ -331,6 +332,65 @@ def test_settings_that_an_author_should_know_about_are_warned_of(overrides, warn
 def test_recipe_as_published_and_measured_band_warn_of_nothing():
     assert warnings_of(load_recipe(RECIPE)) == []
     assert warnings_of(load_recipe(RECIPE, ["loss.old_logprobs=rollout", "loss.band_is_measured=true"])) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        (
+            "loss.old_logprobs=rollout",
+            "loss.old_logprobs=rollout: leaves loss.routing_replay: r2 no old-log-prob pass to record; "
+            "wants recompute, or routing_replay: none",
+        ),
+        (
+            "model.mcore.moe_router_fusion=true",
+            "model.mcore.moe_router_fusion=True: with loss.routing_replay: r2 it takes the fused router, which never "
+            "asks for the recorded experts",
+        ),
+        *(
+            (
+                f"model.mcore.moe_router_load_balancing_type={name}",
+                f"model.mcore.moe_router_load_balancing_type={name}: with loss.routing_replay: r2 it chooses experts "
+                "by code of its own, which never asks for the recorded ones",
+            )
+            for name in ("sinkhorn", "quantile_balancing")
+        ),
+        *(
+            (
+                f"model.mcore.{key}={value}",
+                f"model.mcore.{key}={value}: with loss.routing_replay: r2 it captures the router, which then keeps "
+                "doing what it did at its capture",
+            )
+            for key, value in (
+                ("cuda_graph_impl", "local"),
+                ("enable_cuda_graph", True),
+                ("external_cuda_graph", True),
+            )
+        ),
+    ],
+)
+def test_what_bypasses_routing_replay_is_refused_with_it_and_allowed_without(override, problem):
+    load_recipe(RECIPE, [override])
+    assert problems_of("loss.routing_replay=r2", override) == [problem]
+
+
+def test_routing_replay_goes_with_the_defaults_of_what_could_bypass_it():
+    defaults = (
+        "moe_router_fusion=false",
+        "moe_router_load_balancing_type=aux_loss",
+        "moe_expert_capacity_factor=null",
+        "overlap_moe_expert_parallel_comm=false",
+        "cuda_graph_impl=none",
+        "enable_cuda_graph=false",
+        "external_cuda_graph=false",
+    )
+    load_recipe(RECIPE, ["loss.routing_replay=r2", *(f"model.mcore.{item}" for item in defaults)])
+
+
+def test_routing_replay_is_switched_on_in_the_recipe_and_not_in_upstreams_keys():
+    assert problems_of("model.mcore.moe_enable_routing_replay=true") == [
+        "model.mcore.moe_enable_routing_replay: is derived from the recipe; remove it"
+    ]
 
 
 def test_file_that_is_absent_or_no_mapping_or_no_yaml_is_refused(tmp_path):
