@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gspo_megatron.batch import BatchLayout, TrainSequence, pack_batch
 from gspo_megatron.config import load_recipe
-from gspo_megatron.loss import gspo_loss
+from gspo_megatron.loss import policy_loss
 from gspo_megatron.types import TrainBatch
 from tests.distributed.policy_worker import HF_DIR, RECIPE, build, hf_tensors, tiny_sequences, tiny_tensors
 from tests.distributed.spawn import spawn
@@ -97,7 +97,7 @@ def numbers(rank: int, overrides: list[str]) -> dict[str, dict[str, Any]]:
     }
     if recipe.parallel.virtual_pipeline_model_parallel_size is None:
         batches |= {"alone": one_microbatch(False, layout), "beside_dummy": one_microbatch(True, layout)}
-    loss_fn = partial(gspo_loss, cfg=recipe.loss, cp_group=policy.parallel.shared_cp_group)
+    loss_fn = partial(policy_loss, cfg=recipe.loss, cp_group=policy.parallel.shared_cp_group)
     results = {}
     for name, packed in batches.items():
         load_hf_weights(policy, optimizer, tiny_tensors(policy.ops), "tiny_tensors")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gspo_megatron.batch import pack_batch
 from gspo_megatron.config import Recipe, load_recipe
-from gspo_megatron.loss import LossOutput, gspo_loss
+from gspo_megatron.loss import LossOutput, policy_loss
 from gspo_megatron.types import Microbatch, TrainBatch
 from tests.distributed.policy_worker import HF_DIR, RECIPE, hf_tensors, tiny_sequences, tiny_tensors
 from tests.distributed.spawn import spawn
@@ -112,9 +112,9 @@ def replayed_update(recipe: Recipe, parallel: Any) -> dict[str, Any]:
     loss_cfg = replace(recipe.loss, clip_low=0.9, clip_high=0.9)
     left, queued = [], []
 
-    def loss_fn(logprobs_T: Tensor, microbatch: Microbatch) -> LossOutput:
+    def loss_fn(logprobs_T: Tensor, entropy_T: Tensor, microbatch: Microbatch) -> LossOutput:
         queued.append(max(len(r.replay_backward_list) for routers in policy.routing_replay.routers for r in routers))
-        return gspo_loss(logprobs_T, microbatch, loss_cfg, cp_group=parallel.shared_cp_group)
+        return policy_loss(logprobs_T, entropy_T, microbatch, loss_cfg, cp_group=parallel.shared_cp_group)
 
     def step(b: TrainBatch) -> StepResult:
         result = optimizer_step(policy, optimizer, b, loss_fn, denominator=b.num_responses, lr=0.0, temperature=1.0)
@@ -235,10 +235,10 @@ def broken_passes(rank: int) -> dict[str, Any]:
     def run(microbatches: list[Microbatch], target: Any = policy) -> None:
         compute_logprobs(target, replace(recorded, microbatches=microbatches), temperature=1.0)
 
-    def failing_loss(logprobs_T: Tensor, microbatch: Microbatch) -> LossOutput:
+    def failing_loss(logprobs_T: Tensor, entropy_T: Tensor, microbatch: Microbatch) -> LossOutput:
         if microbatch.response_number_B[0] == second.response_number_B[0]:
             raise OSError(f"the pass held {leftovers(policy)} when it failed")
-        return gspo_loss(logprobs_T, microbatch, recipe.loss)
+        return policy_loss(logprobs_T, entropy_T, microbatch, recipe.loss)
 
     def step() -> None:
         optimizer_step(policy, optimizer, recorded, failing_loss, denominator=1, lr=0.0, temperature=1.0)

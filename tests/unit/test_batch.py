@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gspo_megatron.batch import BatchLayout, TrainSequence, make_batches, pack_batch
 from gspo_megatron.config import BatchConfig, LossConfig
-from gspo_megatron.loss import gspo_loss
+from gspo_megatron.loss import policy_loss
 from gspo_megatron.types import Microbatch, Prompt, Rollout, RolloutGroup, TrainBatch
 from tests.tolerances import BITWISE, FLOAT64, assert_close
 
@@ -207,7 +207,7 @@ def test_rank_without_a_response_gets_a_dummy_with_loss_and_gradient_zero() -> N
     assert dummy.cu_seqlens.tolist() == dummy.cu_seqlens_padded.tolist() == [0, 4]
     logprobs_T = torch.full((4,), -1.0, requires_grad=True)
     cfg = LossConfig(name="gspo", clip_low=3e-4, clip_high=4e-4, old_logprobs="recompute")
-    out = gspo_loss(logprobs_T, replace(dummy, old_logprobs_T=torch.full((4,), math.nan)), cfg)
+    out = policy_loss(logprobs_T, logprobs_T, replace(dummy, old_logprobs_T=torch.full((4,), math.nan)), cfg)
     out.loss_sum.backward()
     assert out.loss_sum.item() == 0.0
     assert logprobs_T.grad is not None and logprobs_T.grad.tolist() == [0.0] * 4
@@ -312,7 +312,7 @@ def table_gradient(
     for layout in layouts(dp_size, 1, alignment):
         batch = pack_batch(sequences, budget, layout, minibatch_index=0, mode=mode)
         for m in batch.microbatches:
-            out = gspo_loss(new[m.labels_T], replace(m, old_logprobs_T=old[m.labels_T]), cfg)
+            out = policy_loss(new[m.labels_T], new[m.labels_T], replace(m, old_logprobs_T=old[m.labels_T]), cfg)
             loss = loss + out.loss_sum / batch.num_responses
     (grad,) = torch.autograd.grad(loss, new)
     return loss.detach(), grad

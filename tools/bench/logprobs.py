@@ -30,8 +30,8 @@ TIME_LIMIT = 1.40
 GRADIENT_LIMIT = 1e-5
 """float32: norm of the difference to plain / norm."""
 BFLOAT16_ERROR_LIMIT = 1.25
-"""bfloat16 rounds every way's gradient by 2^-9, plain's too, so there is no 1e-5 to hold: ours may be that many times as
-far from the gradient of float32 products as plain is. The CPU rounds each block's product; CUDA adds in float32."""
+"""bfloat16 rounds every way's gradient by 2^-9, plain's too, so there is no 1e-5 to hold: ours may be that many times
+as far from the gradient of float32 products as plain is. The CPU rounds each block's product; CUDA adds in float32."""
 SEQUENCES = 4
 """What TRL's way loops over."""
 ROWS = 4096
