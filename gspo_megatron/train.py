@@ -134,12 +134,14 @@ def finish_step(
     row = make_row(state, groups=groups, minibatches=minibatches, stage_s=stage_s, evaluation=evaluation)
     writer.write(row)
     parts = [f"step {state.rollout_step:>4}"]
-    if minibatches:
+    if groups:
+        parts.append(f"reward {row['reward_mean']:.3f}")
+    if minibatches:  # none when every response was filtered
         clip = "/".join(f"{m['clip_fraction_responses']:.2f}" for m in minibatches)
-        parts += [f"reward {row['reward_mean']:.3f}", f"clipped {clip}"]
-        parts += [f"mismatch {minibatches[0]['mismatch_abs_mean']:.1e}"]
         packed = sum(m["packing_efficiency"] for m in minibatches) / len(minibatches)
-        parts += [f"packed {packed:.2f}", f"{sum(stage_s.values()):.1f} s"]
+        parts += [f"clipped {clip}", f"mismatch {minibatches[0]['mismatch_abs_mean']:.1e}", f"packed {packed:.2f}"]
+    if groups:
+        parts.append(f"{sum(stage_s.values()):.1f} s")
     if evaluation:
         parts.append(
             f"held-out accuracy {evaluation['accuracy']:.3f} [{evaluation['low']:.3f}, {evaluation['high']:.3f}]"
