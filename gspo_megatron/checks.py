@@ -296,7 +296,7 @@ _CAPTURED = "captures the router, which then keeps doing what it did at its capt
 _UNREPLAYABLE: dict[str, tuple[tuple[Any, ...] | None, Any, str]] = {
     "moe_router_fusion": (None, False, "takes the fused router, which never asks for the recorded experts"),
     "moe_router_load_balancing_type": (
-        ("sinkhorn", "quantile_balancing"),
+        ("sinkhorn",),
         "aux_loss",
         "chooses experts by code of its own, which never asks for the recorded ones",
     ),
@@ -341,6 +341,10 @@ _REFUSED_MCORE: dict[str, tuple[Callable[[Any], bool], str]] = {
         ("overlap_moe_expert_parallel_comm", "num_microbatches_with_partial_activation_checkpoints"),
         (bool, "schedules a microbatch in pieces, which the log-prob pass is not written for; leave it out"),
     ),
+    "moe_router_enable_expert_bias": (
+        bool,
+        "megatron-core updates the bias with a mask of the wrong shape where there is padding; leave it out",
+    ),
     "mtp_num_layers": (bool, "multi-token prediction is not trained here; leave it out"),
 }
 
@@ -361,6 +365,8 @@ def _check_mcore(recipe: Recipe) -> list[str]:
             "model.mcore.moe_router_load_balancing_type=global_aux_loss: its gradient depends on the data-parallel "
             "size; use aux_loss, or none"
         )
+    if "quantile_balancing" in kinds:
+        problems.append("model.mcore.moe_router_load_balancing_type=quantile_balancing: refuses padding; use none")
     if "seq_aux_loss" in kinds and recipe.batch.mode == "packed":
         problems.append(
             "model.mcore.moe_router_load_balancing_type=seq_aux_loss: takes a whole pack for one sequence; "

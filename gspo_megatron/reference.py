@@ -48,7 +48,11 @@ class ReferencePolicy:
             for member, rollout in enumerate(group.rollouts)
         ]
         batch = pack_batch(
-            sequences, cfg.max_tokens_per_microbatch, self._policy.parallel.batch_layout, minibatch_index=0
+            sequences,
+            cfg.max_tokens_per_microbatch,
+            self._policy.parallel.batch_layout,
+            minibatch_index=0,
+            mode=cfg.mode,
         )
         with self._in_place():
             logprobs = compute_logprobs(self._policy, batch, temperature=temperature)
