@@ -22,7 +22,6 @@ from typing import Any
 
 from rich.console import Console
 
-from gspo_megatron.checks import warnings_of
 from gspo_megatron.cold_start import cold_start_dir
 from gspo_megatron.config import ConfigError, Recipe, dump_recipe, load_recipe
 from gspo_megatron.convert.families.qwen3_moe import op_list, transformer_config
@@ -30,6 +29,7 @@ from gspo_megatron.convert.hf_io import TensorReader, read_config
 from gspo_megatron.convert.ops import ConversionError, check_names_and_shapes
 from gspo_megatron.engine import Engine, RolloutError, server_environment, take_port
 from gspo_megatron.mcore.rank import ERROR_PREFIX
+from gspo_megatron.objective_checks import warnings_of
 from gspo_megatron.process import Torchrun, assign_devices, trainer_environment
 from gspo_megatron.sampling import Sampler, step_file
 

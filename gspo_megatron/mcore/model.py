@@ -167,7 +167,7 @@ def make_config(
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "calculate_per_token_loss": True,
-        "variable_seq_lengths": parallel.pp_size > 1,  # packed microbatches differ in length
+        "variable_seq_lengths": parallel.pp_size > 1 and recipe.batch.mode == "packed",  # packs differ in length
         "tensor_model_parallel_size": p.tensor_model_parallel_size,
         "pipeline_model_parallel_size": p.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": p.virtual_pipeline_model_parallel_size,

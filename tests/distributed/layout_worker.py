@@ -96,6 +96,10 @@ def run_case(rank: int, case: Case) -> dict[str, Any]:
     for keys, names in (("loss.routing_replay=r2",), with_replay), (AUX_KEYS, ("gspo_aux",)):
         wanted = [name for name in names if name in case.arms]
         if wanted:
+            if results:
+                from megatron.core import parallel_state
+
+                parallel_state.destroy_model_parallel()
             recipe, policy, optimizer = build([*case.overrides, *keys, f"optimizer.lr={LR}", *OPTIMIZER_KEYS])
             for name in wanted:
                 results[name] = run_arm(name, case, recipe, policy, optimizer)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gspo_megatron.checks import warnings_of
 from gspo_megatron.config import ConfigError, Recipe, dump_recipe, load_recipe
+from gspo_megatron.objective_checks import warnings_of
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "gspo-tiny-moe-cpu.yaml"
@@ -282,6 +282,7 @@ TWO_TP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=t
             ["model.mcore.moe_router_load_balancing_type=quantile_balancing"],
             "model.mcore.moe_router_load_balancing_type=quantile_balancing: refuses padding",
         ),
+        (["model.mcore.moe_token_dispatcher_type=allgather"], "model.mcore.moe_token_dispatcher_type=allgather: "),
         (["model.mcore.mtp_num_layers=1"], "model.mcore.mtp_num_layers=1: multi-token prediction is not trained"),
         (["model.mcore.moe_router_load_balancing_type=seq_aux_loss"], "model.mcore.moe_router_load_balancing_type="),
         (["model.mcore.overlap_p2p_comm=false"], "model.mcore.overlap_p2p_comm: is derived from the recipe"),
@@ -312,6 +313,7 @@ def test_objectives_and_megatron_settings_that_compute_something_else_are_refuse
         [*TWO_TP, "parallel.expert_tensor_parallel_size=2", "parallel.expert_model_parallel_size=1"]
         + ["model.mcore.moe_router_load_balancing_type=global_aux_loss"],
         ["model.mcore.moe_router_load_balancing_type=seq_aux_loss", "batch.mode=padded"],
+        ["model.mcore.moe_token_dispatcher_type=allgather", "batch.mode=padded"],
         ["parallel.overlap_param_gather=true", "parallel.overlap_grad_reduce=true"],
     ],
 )

@@ -1,0 +1,203 @@
+"""Which objectives a recipe may name with which keys, which megatron-core settings break them, and what to warn of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+from gspo_megatron.config import LossConfig, Recipe
+
+MAX_SEQUENCE_CLIP = 0.01
+"""A sequence-level ratio is a mean over the response: at long responses a wider band never clips."""
+LONG_RESPONSE_TOKENS = 1000
+
+
+def check_objective(recipe: Recipe) -> list[str]:
+    """Problems of the loss section and of what it needs from the others."""
+    problems = []
+    r, loss = recipe.rollout, recipe.loss
+    if r.top_p != 1.0 or r.top_k != -1:
+        problems.append(
+            f"rollout.top_p={r.top_p}, top_k={r.top_k}: must be 1.0 and -1; "
+            "a truncated support shifts the rollout's log-probs against the trainer's"
+        )
+    problems += _check_bounds(loss)
+    wide = max(loss.clip_low or 0.0, loss.clip_high or 0.0) > MAX_SEQUENCE_CLIP
+    if loss.name in SEQUENCE_RATIO and wide and r.max_response_tokens > LONG_RESPONSE_TOKENS:
+        if not loss.allow_wide_clip:
+            problems.append(
+                f"loss.clip_low={loss.clip_low}, clip_high={loss.clip_high}: above {MAX_SEQUENCE_CLIP} a "
+                f"sequence-level ratio of {r.max_response_tokens}-token responses never clips; the paper has 3.0e-4 "
+                "and 4.0e-4 (or set loss.allow_wide_clip)"
+            )
+    if loss.name in SEQUENCE_RATIO and loss.aggregation not in (None, "sequence_mean"):
+        problems.append(
+            f"loss.aggregation={loss.aggregation}: {loss.name} is a mean over responses (Eq. 5); this weighs them by "
+            "length; use null, or another loss.name"
+        )
+    if loss.name in ("dr_grpo", "minirl") and recipe.advantage.std:
+        problems.append(f"advantage.std=True: {loss.name} is published with r - mean; set it to false")
+    return problems + _check_correction(loss) + _check_routing_replay(recipe)
+
+
+SEQUENCE_RATIO = ("gspo", "gspo_token")
+"""Objectives whose ratio is one number per response."""
+_BOUNDS = {"cispo": ("clip_high",), "sapo": ("tau_positive", "tau_negative")}
+"""The keys that bound an objective's ratio; clip_low and clip_high for the others."""
+
+
+def _check_bounds(loss: LossConfig) -> list[str]:
+    """Each objective has the bounds of its equation, and no other."""
+    problems = []
+    wanted = _BOUNDS.get(loss.name, ("clip_low", "clip_high"))
+    values = {
+        "clip_low": loss.clip_low,
+        "clip_high": loss.clip_high,
+        "tau_positive": loss.tau_positive,
+        "tau_negative": loss.tau_negative,
+    }
+    for key, value in values.items():
+        below_one = key.startswith("clip") and loss.name != "cispo"  # cispo's is a cap on the weight
+        if key not in wanted and value is not None:
+            problems.append(f"loss.{key}={value}: {loss.name} has no such bound; set it to null")
+        elif key in wanted and (value is None or not 0.0 < value < (1.0 if below_one else inf)):
+            limit = "a value in (0, 1)" if below_one else "a number above 0"
+            problems.append(f"loss.{key}={value}: wants {limit}")
+    return problems
+
+
+def _check_correction(loss: LossConfig) -> list[str]:
+    c = loss.correction
+    if c is None:
+        return []
+    problems = []
+    if loss.old_logprobs == "rollout":
+        problems.append("loss.correction: with old_logprobs: rollout every weight is 1; set it to null")
+    if loss.name == "minirl":
+        problems.append("loss.correction: minirl's own weight is pi_theta / mu already; set it to null")
+    two_sided = c.name in ("icepop", "geometric_rejection")
+    if two_sided != (c.low is not None):
+        problems.append(f"loss.correction.low={c.low}: {c.name} wants {'a number' if two_sided else 'null'}")
+    elif not (c.low or 0.0) < c.high < inf:
+        problems.append(f"loss.correction.high={c.high}: wants a number above {c.low or 0.0}")
+    return problems
+
+
+# model.mcore keys under which megatron-core 0.19.2 chooses experts past the replay (transformer/moe/router.py,
+# moe_utils.py), the values that do so (None: every one but the default), the default, and the reason.
+_CAPTURED = "captures the router, which then keeps doing what it did at its capture"
+_UNREPLAYABLE: dict[str, tuple[tuple[Any, ...] | None, Any, str]] = {
+    "moe_router_fusion": (None, False, "takes the fused router, which never asks for the recorded experts"),
+    "moe_router_load_balancing_type": (
+        ("sinkhorn",),
+        "aux_loss",
+        "chooses experts by code of its own, which never asks for the recorded ones",
+    ),
+    "cuda_graph_impl": (None, "none", _CAPTURED),
+    "enable_cuda_graph": (None, False, _CAPTURED),
+    "external_cuda_graph": (None, False, _CAPTURED),
+}
+
+
+def _check_routing_replay(recipe: Recipe) -> list[str]:
+    """What recorded routes cannot be combined with."""
+    if recipe.loss.routing_replay == "none":
+        return []
+    problems = []
+    for key, (refused, default, reason) in _UNREPLAYABLE.items():
+        value = recipe.model.mcore.get(key, default)
+        if value != default if refused is None else value in refused:
+            problems.append(f"model.mcore.{key}={value}: with loss.routing_replay: r2 it {reason}")
+    if recipe.loss.old_logprobs == "rollout":
+        problems.append(
+            "loss.old_logprobs=rollout: leaves loss.routing_replay: r2 no old-log-prob pass to record; "
+            "wants recompute, or routing_replay: none"
+        )
+    return problems
+
+
+# Keys of model.mcore -> is this value refused, and why.
+_REFUSED_MCORE: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps"),
+        (bool, "noise in the forward pass: pi_theta and pi_old would differ at equal weights; leave it out"),
+    ),
+    "moe_expert_capacity_factor": (
+        lambda v: v is not None,
+        "drops tokens by what else is in the microbatch, so that log-probs depend on packing; leave it out",
+    ),
+    "defer_embedding_wgrad_compute": (
+        bool,
+        "megatron-core collects the output layer's inputs in its own forward, which chunked log-probs replace",
+    ),
+    **dict.fromkeys(
+        ("overlap_moe_expert_parallel_comm", "num_microbatches_with_partial_activation_checkpoints"),
+        (bool, "schedules a microbatch in pieces, which the log-prob pass is not written for; leave it out"),
+    ),
+    "moe_router_enable_expert_bias": (
+        bool,
+        "megatron-core updates the bias with a mask of the wrong shape where there is padding; leave it out",
+    ),
+    "mtp_num_layers": (bool, "multi-token prediction is not trained here; leave it out"),
+}
+
+
+def check_mcore(recipe: Recipe) -> list[str]:
+    """What megatron-core 0.19.2 takes and computes wrongly, or in a way that RL cannot use."""
+    mcore, p = recipe.model.mcore, recipe.parallel
+    problems = [
+        f"model.mcore.{key}={mcore[key]}: {why}"
+        for key, (is_refused, why) in _REFUSED_MCORE.items()
+        if key in mcore and is_refused(mcore[key])
+    ]
+    balancing = mcore.get("moe_router_load_balancing_type", "none")
+    kinds = balancing if isinstance(balancing, list) else [balancing]
+    dense = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+    if "global_aux_loss" in kinds and recipe.cluster.trainer_ranks > dense:
+        problems.append(
+            "model.mcore.moe_router_load_balancing_type=global_aux_loss: its gradient depends on the data-parallel "
+            "size; use aux_loss, or none"
+        )
+    is_gathering = mcore.get("moe_token_dispatcher_type") == "allgather" and p.expert_model_parallel_size > 1
+    if is_gathering and recipe.batch.mode == "packed":
+        problems.append(
+            "model.mcore.moe_token_dispatcher_type=allgather: takes equally many tokens from every rank, but packs "
+            "differ; use alltoall, or batch.mode: padded"
+        )
+    if "quantile_balancing" in kinds:
+        problems.append("model.mcore.moe_router_load_balancing_type=quantile_balancing: refuses padding; use none")
+    if "seq_aux_loss" in kinds and recipe.batch.mode == "packed":
+        problems.append(
+            "model.mcore.moe_router_load_balancing_type=seq_aux_loss: takes a whole pack for one sequence; "
+            "use aux_loss, or batch.mode: padded"
+        )
+    if recipe.device == "cpu":
+        modules = mcore.get("recompute_modules") or []
+        if mcore.get("recompute_granularity") == "selective" and "layernorm" in modules:
+            problems.append("model.mcore.recompute_modules: layernorm wants Transformer Engine; device: cpu has none")
+        problems += [
+            f"model.mcore.{key}={mcore[key]}: wants Transformer Engine, which device: cpu lacks"
+            for key in ("fp8", "fp4")
+            if mcore.get(key)
+        ]
+    return problems
+
+
+def warnings_of(recipe: Recipe) -> list[str]:
+    """What a checked recipe does that its author should know; launch.py prints them."""
+    loss, mcore = recipe.loss, recipe.model.mcore
+    warnings = []
+    if recipe.batch.num_minibatches == 1 and loss.old_logprobs == "recompute":
+        warnings.append("batch.num_minibatches=1: the ratio is 1 in the only update, so the clip can never act")
+    if loss.old_logprobs == "rollout" and not loss.band_is_measured:
+        warnings.append(
+            "loss.old_logprobs=rollout: the mismatch between server and trainer enters the ratio; size the band from "
+            "the spread of log s at optimizer.lr=0.0, then set loss.band_is_measured"
+        )
+    for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        if mcore.get(key):
+            warnings.append(f"model.mcore.{key}={mcore[key]}: an auxiliary loss pulls beside the objective")
+    if loss.kl is not None and loss.kl.place == "loss" and loss.kl.estimator == "k1":
+        warnings.append("loss.kl: k1 in the loss has an expected gradient of zero; k2 has that of KL(pi || ref)")
+    return warnings
