@@ -41,6 +41,15 @@ def test_arguments_come_from_the_recipe():
     assert "--sleep-on-idle" in given
 
 
+@pytest.mark.parametrize(
+    "dtype, fp32_lm_head, is_asked_for",
+    [("bfloat16", "true", True), ("bfloat16", "false", False), ("float32", "true", False)],
+)
+def test_server_multiplies_by_its_head_as_the_trainer_does(dtype, fp32_lm_head, is_asked_for):
+    given = arguments(f"model.dtype={dtype}", f"model.fp32_lm_head={fp32_lm_head}")
+    assert ("--enable-fp32-lm-head" in given) == is_asked_for
+
+
 def test_a_key_that_the_user_set_is_not_overridden():
     given = arguments("rollout.sglang={attention_backend: intel_amx, sleep_on_idle: false, log_level_http: info}")
     assert value_of("--attention-backend", given) == "intel_amx"

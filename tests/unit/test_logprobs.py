@@ -1,9 +1,4 @@
-"""Log-probs and entropy against torch's float64 log_softmax under autograd: values and gradients.
-
-Most tests take the identity for hidden states, so that the weight is the transposed logits and gets their gradient.
-"""
-
-from typing import Any
+"""Log-probs and entropy against the definitions on whole float64 logits under autograd: values and gradients."""
 
 import pytest
 import torch
@@ -12,240 +7,248 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gspo_megatron import logprobs
 from gspo_megatron.logprobs import linear_logprobs
-from tests.tolerances import BFLOAT16_GRADIENT, FLOAT32_HEAD_GRADIENT, FLOAT32_LOGPROB, assert_close
+from tests.tolerances import BFLOAT16_HEAD_GRADIENT, BITWISE, FLOAT32_HEAD, assert_close
 
-TOKENS, VOCAB, PADDED = 50, 37, 48
-HIDDEN = 24
-
-
-@pytest.fixture(autouse=True, params=[5, 1000])
-def columns_per_block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test with blocks that cut the vocabulary unevenly, and with one block."""
-    monkeypatch.setattr(logprobs, "BLOCK_BYTES", 4 * TOKENS * request.param)
+TOKENS, HIDDEN, VOCAB, PADDED = 50, 16, 37, 48
+WIDE = 300
+"""A vocabulary of three blocks when blocks are as small as they get: 128, 128 and 44 rows."""
 
 
-def reference(logits_TV: Tensor, labels_T: Tensor, temperature: float, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """The definitions, in the type of the input."""
-    log_p_TV = (logits_TV[:, :vocab_size] / temperature).log_softmax(dim=1)
-    p_TV = log_p_TV.exp()
-    terms_TV = torch.where(p_TV > 0, p_TV * log_p_TV.clamp(min=-1e9), 0.0)  # p log p is 0 at p = 0
-    return log_p_TV.gather(1, labels_T[:, None])[:, 0], -terms_TV.sum(dim=1)
+def reference(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The definitions, in the type of the input; weight_VH without padding."""
+    log_p_TV = (hidden_TH @ weight_VH.t() / temperature).log_softmax(dim=1)
+    return log_p_TV.gather(1, labels_T[:, None])[:, 0], -(log_p_TV.exp() * log_p_TV).sum(dim=1)
 
 
-def make_inputs(std: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, labels that include the first and last id, and the two weights per token that make a scalar."""
+def make_inputs(std: float, vocab: int = VOCAB, padded: int = PADDED) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, weight (logits of this std), labels with the first and last id, and weights of a scalar."""
     generator = torch.Generator().manual_seed(3)
-    logits_TV = std * torch.randn(TOKENS, PADDED, generator=generator)
-    labels_T = torch.randint(VOCAB, (TOKENS,), generator=generator)
-    labels_T[:2] = torch.tensor([0, VOCAB - 1])
-    return logits_TV, labels_T, torch.randn(2, TOKENS, generator=generator)
+    hidden_TH = torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight_VH = std / HIDDEN**0.5 * torch.randn(padded, HIDDEN, generator=generator)
+    labels_T = torch.randint(vocab, (TOKENS,), generator=generator)
+    labels_T[:2] = torch.tensor([0, vocab - 1])
+    return hidden_TH, weight_VH, labels_T, torch.randn(2, TOKENS, generator=generator)
 
 
-def value_and_gradient(function, logits_TV: Tensor, weights_2T: Tensor, *args) -> tuple[Tensor, Tensor]:
-    """[2, T] log-probs and entropy, and the gradient of their weighted sum."""
-    logits_TV = logits_TV.clone().requires_grad_()
-    values_2T = torch.stack(function(logits_TV, *args))
-    (gradient_TV,) = torch.autograd.grad((values_2T * weights_2T.to(values_2T.dtype)).sum(), logits_TV)
-    return values_2T.detach(), gradient_TV
-
-
-def ours(logits_TV: Tensor, labels_T: Tensor, temperature: float, vocab_size: int) -> tuple[Tensor, Tensor]:
-    identity_TH = torch.eye(len(logits_TV), dtype=logits_TV.dtype)
+def ours(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    labels_T: Tensor,
+    temperature: float,
+    vocab_size: int = VOCAB,
+    fp32: bool = True,
+) -> tuple[Tensor, Tensor]:
     return linear_logprobs(
-        identity_TH, logits_TV.t(), labels_T, temperature=temperature, vocab_size=vocab_size, fp32_matmul=False
+        hidden_TH, weight_VH, labels_T, temperature=temperature, vocab_size=vocab_size, fp32_matmul=fp32
     )
+
+
+def value_and_gradients(function, hidden: Tensor, weight: Tensor, labels: Tensor, weights_2T: Tensor, *args):
+    """[2, T] log-probs and entropy, and the two gradients of their weighted sum."""
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    values_2T = torch.stack(function(hidden, weight, labels, *args))
+    gradients = torch.autograd.grad((values_2T * weights_2T.to(values_2T.dtype)).sum(), (hidden, weight))
+    return values_2T.detach(), *gradients
+
+
+def want_of(hidden: Tensor, weight: Tensor, labels: Tensor, weights_2T: Tensor, temperature: float, vocab=VOCAB):
+    """The same by the definitions in float64; the weight's gradient is zero in padding."""
+    values, for_hidden, for_weight = value_and_gradients(
+        reference, hidden.double(), weight[:vocab].double(), labels, weights_2T, temperature
+    )
+    padding = torch.zeros(len(weight) - vocab, weight.shape[1], dtype=torch.float64)
+    return values, for_hidden, torch.cat([for_weight, padding])
+
+
+def assert_all_close(got, want, tolerance=FLOAT32_HEAD) -> None:
+    for actual, expected in zip(got, want, strict=True):
+        assert_close(actual, expected, tolerance)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
 def test_values_and_gradients_equal_float64(temperature: float) -> None:
-    logits_TV, labels_T, weights_2T = make_inputs(std=3.0)
-    values, gradient = value_and_gradient(ours, logits_TV, weights_2T, labels_T, temperature, VOCAB)
-    want_values, want_gradient = value_and_gradient(
-        reference, logits_TV.double(), weights_2T, labels_T, temperature, VOCAB
-    )
-    assert values.dtype == gradient.dtype == torch.float32
-    assert_close(values, want_values, FLOAT32_LOGPROB)
-    assert_close(gradient, want_gradient, FLOAT32_LOGPROB)
+    inputs = make_inputs(std=3.0)
+    got = value_and_gradients(ours, *inputs, temperature)
+    assert all(x.dtype == torch.float32 for x in got)
+    assert_all_close(got, want_of(*inputs, temperature))
 
 
 @pytest.mark.parametrize("only", [0, 1])
 def test_each_of_the_two_results_has_its_own_gradient(only: int) -> None:
-    logits_TV, labels_T, weights_2T = make_inputs(std=2.0)
+    *inputs, weights_2T = make_inputs(std=2.0)
     weights_2T[1 - only] = 0.0
-    _, gradient = value_and_gradient(ours, logits_TV, weights_2T, labels_T, 0.7, VOCAB)
-    _, want = value_and_gradient(reference, logits_TV.double(), weights_2T, labels_T, 0.7, VOCAB)
-    assert want.abs().max() > 0.1
-    assert_close(gradient, want, FLOAT32_LOGPROB)
+    want = want_of(*inputs, weights_2T, 0.7)
+    assert all(x.abs().max() > 0.1 for x in want)
+    assert_all_close(value_and_gradients(ours, *inputs, weights_2T, 0.7), want)
 
 
-def test_entropy_that_nobody_uses_adds_no_gradient() -> None:
-    logits_TV, labels_T, weights_2T = make_inputs(std=2.0)
-    leaf = logits_TV.clone().requires_grad_()
-    logprobs_T, _ = ours(leaf, labels_T, 1.0, VOCAB)
-    (gradient,) = torch.autograd.grad((logprobs_T * weights_2T[0]).sum(), leaf)
-    weights_2T[1] = 0.0
-    _, want = value_and_gradient(reference, logits_TV.double(), weights_2T, labels_T, 1.0, VOCAB)
-    assert_close(gradient, want, FLOAT32_LOGPROB)
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_result_that_nobody_uses_adds_no_gradient(used: int) -> None:
+    hidden, weight, labels, weights_2T = make_inputs(std=2.0)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    result_T = ours(hidden, weight, labels, 1.3)[used]
+    got = torch.autograd.grad((result_T * weights_2T[used]).sum(), (hidden, weight))
+    weights_2T[1 - used] = 0.0
+    assert_all_close(got, want_of(hidden, weight, labels, weights_2T, 1.3)[1:])
 
 
-def test_padding_columns_have_probability_zero_and_gradient_zero() -> None:
-    logits_TV, labels_T, weights_2T = make_inputs(std=2.0)
-    plain_values, plain_gradient = value_and_gradient(ours, logits_TV[:, :VOCAB], weights_2T, labels_T, 1.0, VOCAB)
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_a_frozen_input_gets_no_gradient_and_leaves_the_other_its_own(frozen: str) -> None:
+    hidden, weight, labels, weights_2T = make_inputs(std=2.0)
+    _, *want = value_and_gradients(ours, hidden, weight, labels, weights_2T, 1.0)
+    trained = weight if frozen == "hidden" else hidden
+    trained.requires_grad_()
+    (torch.stack(ours(hidden, weight, labels, 1.0)) * weights_2T).sum().backward()
+    assert_close(trained.grad, want[frozen == "hidden"], BITWISE)
+    assert (hidden if frozen == "hidden" else weight).grad is None
+
+
+@pytest.mark.parametrize("block_bytes", [1, 4 * TOKENS * 256, 4 * TOKENS * 255])
+def test_blocks_of_the_vocabulary_do_not_show(block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs(std=3.0, vocab=WIDE - 5, padded=WIDE)
+    inputs[2][2:8] = torch.tensor([126, 127, 128, 255, 256, 257])  # on both sides of the borders
+    inputs[1][200] += 3.0  # the largest logit is neither in the first nor in the last block
+    whole = value_and_gradients(ours, *inputs, 0.8, WIDE - 5)
+    monkeypatch.setattr(logprobs, "BLOCK_BYTES", block_bytes)
+    got = value_and_gradients(ours, *inputs, 0.8, WIDE - 5)
+    assert not torch.equal(got[0], whole[0]), "the sums are taken in another order"
+    assert_all_close(got, want_of(*inputs, 0.8, WIDE - 5))
+
+
+def test_padding_rows_have_probability_zero_and_gradient_zero() -> None:
+    hidden, weight, labels, weights_2T = make_inputs(std=2.0)
+    plain = value_and_gradients(ours, hidden, weight[:VOCAB], labels, weights_2T, 1.0)
     for padding in (0.0, 1e4, -torch.inf, torch.nan):
-        logits_TV[:, VOCAB:] = padding  # what it holds must not matter
-        values, gradient = value_and_gradient(ours, logits_TV, weights_2T, labels_T, 1.0, VOCAB)
-        assert_close(values, plain_values, FLOAT32_LOGPROB)
-        assert_close(gradient[:, :VOCAB], plain_gradient, FLOAT32_LOGPROB)
-        assert gradient[:, VOCAB:].count_nonzero() == 0
+        weight[VOCAB:] = padding  # what it holds must not matter
+        values, for_hidden, for_weight = value_and_gradients(ours, hidden, weight, labels, weights_2T, 1.0)
+        assert_all_close((values, for_hidden, for_weight[:VOCAB]), plain, BITWISE)
+        assert for_weight[VOCAB:].count_nonzero() == 0
 
 
-def test_input_is_left_as_it_is() -> None:
-    logits_TV, labels_T, _ = make_inputs(std=2.0)
-    before = logits_TV.clone()
-    ours(logits_TV, labels_T, 1.0, VOCAB)
-    assert torch.equal(logits_TV, before)
+def test_inputs_are_left_as_they_are() -> None:
+    inputs = make_inputs(std=2.0)
+    before = [x.clone() for x in inputs]
+    value_and_gradients(ours, *inputs, 0.5)
+    assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
 
 
-def test_extreme_logits_stay_finite_and_right() -> None:
-    logits_TV, labels_T, weights_2T = make_inputs(std=1.0)
-    logits_TV = 1e4 * logits_TV.sign()
-    logits_TV[::5] += 1e4
-    values, gradient = value_and_gradient(ours, logits_TV, weights_2T, labels_T, 1.0, VOCAB)
-    want_values, want_gradient = value_and_gradient(reference, logits_TV.double(), weights_2T, labels_T, 1.0, VOCAB)
-    assert values.isfinite().all() and gradient.isfinite().all()
-    assert values[0].min() < -1e4
-    assert_close(values, want_values, FLOAT32_LOGPROB)
-    assert_close(gradient, want_gradient, FLOAT32_LOGPROB)
+def test_extreme_logits_stay_finite_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "BLOCK_BYTES", 1)
+    # One hidden unit is on per token, and weights are powers of two: logits of +-8192 without rounding.
+    labels_T = torch.randint(WIDE, (TOKENS,), generator=torch.Generator().manual_seed(4))
+    hidden = torch.eye(HIDDEN)[torch.arange(TOKENS) % HIDDEN]
+    weight = 8192.0 * torch.randn(WIDE, HIDDEN, generator=torch.Generator().manual_seed(5)).sign()
+    weights_2T = torch.randn(2, TOKENS, generator=torch.Generator().manual_seed(6))
+    got = value_and_gradients(ours, hidden, weight, labels_T, weights_2T, 1.0, WIDE)
+    assert all(x.isfinite().all() for x in got)
+    assert got[0][0].min() < -1e4
+    values, _, for_weight = want_of(hidden, weight, labels_T, weights_2T, 1.0, WIDE)
+    assert_all_close((got[0], got[2]), (values, for_weight))
+
+
+def test_a_hidden_state_that_is_not_finite_shows_in_the_values_of_its_token_only() -> None:
+    hidden, weight, labels, _ = make_inputs(std=2.0)
+    hidden[7, 3] = torch.nan
+    for values_T in ours(hidden, weight, labels, 1.0):
+        assert values_T.isnan().nonzero().tolist() == [[7]]
 
 
 def test_equal_logits_give_the_uniform_distribution() -> None:
-    logprobs_T, entropy_T = ours(torch.zeros(3, 8), torch.tensor([0, 3, 7]), 1.0, 8)
-    assert_close(logprobs_T, [-2.0794415416798357] * 3, FLOAT32_LOGPROB)
-    assert_close(entropy_T, [2.0794415416798357] * 3, FLOAT32_LOGPROB)
+    logprobs_T, entropy_T = ours(torch.zeros(3, 2), torch.ones(8, 2), torch.tensor([0, 3, 7]), 1.0, 8)
+    assert_close(logprobs_T, [-2.0794415416798357] * 3, FLOAT32_HEAD)
+    assert_close(entropy_T, [2.0794415416798357] * 3, FLOAT32_HEAD)
 
 
-def test_bfloat16_logits_are_taken_exactly_and_get_a_bfloat16_gradient() -> None:
-    logits_TV, labels_T, weights_2T = make_inputs(std=3.0)
-    logits_TV = logits_TV.bfloat16()
-    values, gradient = value_and_gradient(ours, logits_TV, weights_2T, labels_T, 1.3, VOCAB)
-    want_values, want_gradient = value_and_gradient(ours, logits_TV.float(), weights_2T, labels_T, 1.3, VOCAB)
-    assert values.dtype == torch.float32 and gradient.dtype == torch.bfloat16
-    assert torch.equal(values, want_values)
-    assert torch.equal(gradient, want_gradient.bfloat16())
+def test_no_tokens_give_no_values_and_a_gradient_of_zero() -> None:
+    hidden, weight, labels, weights_2T = make_inputs(std=1.0)
+    got = value_and_gradients(ours, hidden[:0], weight, labels[:0], weights_2T[:, :0], 1.0)
+    assert [tuple(x.shape) for x in got] == [(2, 0), (0, HIDDEN), (PADDED, HIDDEN)]
+    assert got[2].count_nonzero() == 0
 
 
-def head_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, weight with garbage in its padding rows, labels, and the weights of the scalar."""
-    generator = torch.Generator().manual_seed(8)
-    hidden_TH = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype)
-    weight_VH = torch.randn(PADDED, HIDDEN, generator=generator).to(dtype)
-    weight_VH[VOCAB:] = torch.nan
-    labels_T = torch.randint(VOCAB, (TOKENS,), generator=generator)
-    return hidden_TH, weight_VH, labels_T, torch.randn(2, TOKENS, generator=generator)
+def test_bfloat16_is_multiplied_in_float32_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "BLOCK_BYTES", 1)
+    hidden, weight, labels, weights_2T = make_inputs(std=3.0, vocab=WIDE, padded=WIDE)
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    inputs = hidden, weight, labels, weights_2T
+    values, *gradients = value_and_gradients(ours, *inputs, 1.3, WIDE)
+    _, *exact = value_and_gradients(ours, hidden.float(), weight.float(), labels, weights_2T, 1.3, WIDE)
+    want_values, *_ = want_of(*inputs, 1.3, WIDE)
+    assert values.dtype == torch.float32 and all(x.dtype == torch.bfloat16 for x in gradients)
+    assert_close(values, want_values, FLOAT32_HEAD)
+    assert_all_close(gradients, [x.bfloat16() for x in exact], BITWISE)
 
 
-def head_gradients(function: Any, hidden_TH: Tensor, weight_VH: Tensor, weights_2T: Tensor) -> tuple[Tensor, ...]:
-    """[2, T] values; gradients to hidden states and weight."""
-    leaves = hidden_TH.clone().requires_grad_(), weight_VH.clone().requires_grad_()
-    values_2T = torch.stack(function(*leaves))
-    return values_2T.detach(), *torch.autograd.grad((values_2T * weights_2T.to(values_2T.dtype)).sum(), leaves)
+def test_bfloat16_products_are_those_of_the_plain_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plain(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        log_p = ((hidden @ weight.t()).float() / temperature).log_softmax(dim=1)
+        return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=1)
+
+    hidden, weight, labels, weights_2T = make_inputs(std=3.0, vocab=WIDE, padded=WIDE)
+    inputs = hidden.bfloat16(), weight.bfloat16(), labels, weights_2T
+    want = value_and_gradients(plain, *inputs, 0.9)
+    monkeypatch.setattr(logprobs, "BLOCK_BYTES", 1)
+    values, *gradients = value_and_gradients(ours, *inputs, 0.9, WIDE, False)
+    assert_close(values, want[0], FLOAT32_HEAD)
+    assert all(x.dtype == torch.bfloat16 for x in gradients)
+    assert_all_close(gradients, want[1:], BFLOAT16_HEAD_GRADIENT)
+    in_float32, *_ = value_and_gradients(ours, *inputs, 0.9, WIDE, True)
+    assert (in_float32 - values).abs().max() > 1e-3, "the logits were rounded to bfloat16"
 
 
-def full_logits(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, *, fp32_matmul: bool) -> tuple[Tensor, Tensor]:
-    """All logits at once, under autograd."""
-    if fp32_matmul:
-        hidden_TH, weight_VH = hidden_TH.float(), weight_VH.float()
-    logits_TV = hidden_TH @ weight_VH[:VOCAB].t()
-    wide = torch.float64 if logits_TV.dtype == torch.float64 else torch.float32
-    return reference(logits_TV.to(wide), labels_T, 0.8, VOCAB)
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that an operation made."""
 
+    elements = 0
 
-def test_hidden_states_and_weight_get_the_gradient_of_the_full_logits() -> None:
-    hidden_TH, weight_VH, labels_T, weights_2T = head_inputs(torch.float32)
-
-    def blocks(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return linear_logprobs(h, w, labels_T, temperature=0.8, vocab_size=VOCAB, fp32_matmul=False)
-
-    values, hidden_grad, weight_grad = head_gradients(blocks, hidden_TH, weight_VH, weights_2T)
-    want_values, want_hidden, want_weight = head_gradients(
-        lambda h, w: full_logits(h, w, labels_T, fp32_matmul=False),
-        hidden_TH.double(),
-        weight_VH.double(),
-        weights_2T,
-    )
-    assert_close(values, want_values, FLOAT32_HEAD_GRADIENT)
-    assert_close(hidden_grad, want_hidden, FLOAT32_HEAD_GRADIENT)
-    assert_close(weight_grad[:VOCAB], want_weight[:VOCAB], FLOAT32_HEAD_GRADIENT)
-    assert weight_grad[VOCAB:].count_nonzero() == 0
-
-
-@pytest.mark.parametrize("fp32_matmul", [False, True])
-def test_bfloat16_head_multiplies_in_its_own_type_unless_asked_for_float32(fp32_matmul: bool) -> None:
-    hidden_TH, weight_VH, labels_T, weights_2T = head_inputs(torch.bfloat16)
-
-    def blocks(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return linear_logprobs(h, w, labels_T, temperature=0.8, vocab_size=VOCAB, fp32_matmul=fp32_matmul)
-
-    values, *grads = head_gradients(blocks, hidden_TH, weight_VH, weights_2T)
-    want_values, *want_grads = head_gradients(
-        lambda h, w: full_logits(h, w, labels_T, fp32_matmul=fp32_matmul), hidden_TH, weight_VH, weights_2T
-    )
-    assert values.dtype == torch.float32
-    assert_close(values, want_values, FLOAT32_HEAD_GRADIENT)
-    other, *_ = head_gradients(
-        lambda h, w: full_logits(h, w, labels_T, fp32_matmul=not fp32_matmul), hidden_TH, weight_VH, weights_2T
-    )
-    assert (other - values).abs().max() > 1e-3, "the two products must differ for the comparison to tell them apart"
-    for got, want in zip(grads, want_grads, strict=True):
-        assert got.dtype == torch.bfloat16
-        got, want = got[: len(want)].nan_to_num(), want.nan_to_num()
-        assert float((got - want).float().norm() / want.float().norm()) < BFLOAT16_GRADIENT.rtol
-
-
-class Sizes(TorchDispatchMode):
-    """Largest tensor that any operation returns, elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else [result]:
+        for x in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(x, Tensor):
-                self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
+                self.elements = max(self.elements, x.numel())
         return result
 
 
-def test_no_tensor_ever_holds_the_logits_of_all_tokens_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "BLOCK_BYTES", 4 * 200 * 10)
-    hidden_TH, weight_VH = torch.randn(200, 4, requires_grad=True), torch.randn(300, 4, requires_grad=True)
-    with Sizes() as sizes:
-        logprobs_T, entropy_T = linear_logprobs(
-            hidden_TH, weight_VH, torch.arange(200), temperature=1.0, vocab_size=300, fp32_matmul=False
-        )
-        (logprobs_T + entropy_T).sum().backward()
-    assert 10 * 200 <= sizes.largest < 200 * 300 / 10
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tensor_is_larger_than_a_block_or_the_weight(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, hidden_size, vocab = 400, 8, 2000
+    hidden, weight = torch.randn(tokens, hidden_size, dtype=dtype), torch.randn(vocab, hidden_size, dtype=dtype)
+    inputs = hidden, weight, torch.randint(vocab, (tokens,)), torch.randn(2, tokens)
+    monkeypatch.setattr(logprobs, "BLOCK_BYTES", 4 * tokens * 130)
+    with LargestTensor() as largest:
+        value_and_gradients(ours, *inputs, 1.0, vocab)
+    assert largest.elements == tokens * 128 < tokens * vocab / 10
+    monkeypatch.undo()
+    with LargestTensor() as largest:
+        value_and_gradients(ours, *inputs, 1.0, vocab)
+    assert largest.elements == tokens * vocab, "the whole vocabulary is one block by default here"
 
 
-def test_no_tokens_give_no_values_and_gradient_zero() -> None:
-    hidden_TH, weight_VH = torch.zeros(0, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
-    logprobs_T, entropy_T = linear_logprobs(
-        hidden_TH, weight_VH, torch.zeros(0, dtype=torch.int64), temperature=1.0, vocab_size=6, fp32_matmul=False
-    )
-    (logprobs_T + entropy_T).sum().backward()
-    assert logprobs_T.shape == entropy_T.shape == (0,)
-    assert weight_VH.grad is not None and weight_VH.grad.count_nonzero() == 0
+def test_the_copies_of_a_bfloat16_weight_are_those_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, hidden_size, vocab = 16, 32, 4000
+    hidden, weight = (torch.randn(n, hidden_size, dtype=torch.bfloat16) for n in (tokens, vocab))
+    inputs = hidden, weight, torch.randint(vocab, (tokens,)), torch.randn(2, tokens)
 
+    class LargestFloat32(LargestTensor):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            before = self.elements
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if not (isinstance(result, Tensor) and result.dtype == torch.float32):
+                self.elements = before
+            return result
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    hidden_TH, labels_T = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
-    for weight_VH, labels in ((torch.zeros(6, 5), labels_T), (torch.zeros(6, 4), labels_T[:2])):
-        with pytest.raises(ValueError, match="want equal H, and a label for each row"):
-            linear_logprobs(hidden_TH, weight_VH, labels, temperature=1.0, vocab_size=6, fp32_matmul=False)
+    monkeypatch.setattr(logprobs, "BLOCK_BYTES", 1)
+    with LargestFloat32() as largest:
+        value_and_gradients(ours, *inputs, 1.0, vocab)
+    assert largest.elements == 128 * hidden_size
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_temperature_that_is_not_positive_is_refused(temperature: float) -> None:
     with pytest.raises(ValueError, match="temperature=.*wants a positive number"):
-        ours(torch.zeros(1, 4), torch.tensor([0]), temperature, 4)
+        ours(torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([0]), temperature, 4)
+
+
+def test_two_dtypes_are_refused() -> None:
+    with pytest.raises(ValueError, match="hidden_TH is torch.bfloat16, wants torch.float32"):
+        ours(torch.zeros(1, 2).bfloat16(), torch.zeros(4, 2), torch.tensor([0]), 1.0, 4)
