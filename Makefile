@@ -9,12 +9,13 @@ PYTHON :=
 BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs
 
-.PHONY: help train test soak lint env
+.PHONY: help train test soak bench lint env
 
 help:
 	@echo "make train   train the tiny MoE on this machine's CPU; ARGS='--set seed=2' overrides recipe keys"
 	@echo "make test    all tests but the long ones; ARGS='tests/unit -k loss' chooses"
-	@echo "make soak    the long tests: whole training runs"
+	@echo "make soak    the long tests: whole training runs, injected faults"
+	@echo "make bench   memory and time beside peers and limits"
 	@echo "make lint    ruff, mypy, shellcheck, hadolint"
 
 train: env
@@ -26,6 +27,10 @@ test: env
 
 soak: env
 	$(PYTEST) -m soak $(ARGS)
+
+bench: env
+	$(BIN)/python tools/bench/loss.py
+	$(BIN)/python tools/bench/logprobs.py $(ARGS)
 
 lint: env
 	$(BIN)/ruff check .

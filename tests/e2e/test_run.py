@@ -128,6 +128,31 @@ def test_only_train_on_saved_groups_gives_the_parameters_bit_for_bit(output_dir,
         assert_close(a, b, BITWISE)
 
 
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_every_part_of_the_objective_runs_in_the_loop(output_dir, joined, place):
+    everything = [
+        f"loss.kl={{coef: 0.05, estimator: k3, place: {place}}}",
+        "loss.correction={name: sequence_tis_mean, high: 2.0}",
+        "loss.entropy_coef=0.001",
+        "loss.routing_replay=r2",
+        "advantage.overlong_filter=after_statistics",
+        "advantage.overlong_buffer_tokens=8",
+        "parallel.overlap_grad_reduce=true",
+        "parallel.overlap_param_gather=true",
+        *(["batch.mode=padded"] if place == "reward" else []),
+    ]
+    groups_dir = f"rollout.groups_dir={joined.dir / 'rollouts'}"
+    run = finish(output_dir, f"everything-{place}", groups_dir, *everything, only="train")
+    kl = minibatches(run, "kl_to_reference")
+    assert abs(kl[0][0]) < 1e-6 < kl[0][3] < kl[2][3], "the reference stays at the weights that RL started from"
+    for step in minibatches(run, "clip_fraction_responses"):
+        assert step[0] == 0.0, "with replayed routes minibatch 1 is on-policy"
+    assert minibatches(run, "corrected_fraction")[0] == [0.0] * 4
+    truncated = [row["truncated_fraction"] for row in run.rows if row["minibatches"]]
+    assert [row["filtered_fraction"] for row in run.rows if row["minibatches"]] == truncated
+    assert any(not torch.equal(a, b) for a, b in zip(weights(run.dir / "hf"), weights(joined.dir / "hf"), strict=True))
+
+
 def test_only_rollout_saves_groups_of_the_starting_weights(output_dir, joined):
     half = finish(output_dir, "half", "train.num_rollout_steps=1", only="rollout")
     ids = [[r.response_ids for r in g.rollouts] for g in half.groups(1)]
