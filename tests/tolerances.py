@@ -37,6 +37,8 @@ GPU_BFLOAT16_LOGPROBS = Tolerance(
 GPU_FLOAT32_LOGPROBS = Tolerance(0.0, 0.02, "as above; Transformer Engine multiplies float32 in TF32 (2^-11)")
 GPU_BFLOAT16_GRADIENT = Tolerance(0.0, 0.15, "|d|/|g| of the whole gradient, bfloat16; the CPU's bfloat16 has 0.056")
 GPU_FLOAT32_GRADIENT = Tolerance(0.0, 0.05, "|d|/|g| of the whole gradient, TF32 against float32")
+GPU_FLOAT32_HEAD = Tolerance(0.0, 1e-5, "|d|/|x|, float32 sums of 256 products; torch multiplies float32 in float32")
+GPU_BFLOAT16_HEAD = Tolerance(0.0, 0.02, "|d|/|x|, bfloat16 logits of 5 (2^-9 each) under exp, and rounded gradients")
 GPU_EXPERT_PARALLEL = Tolerance(1e-3, 1e-3, "TF32 kernels chosen for half as many rows; float32 sums in another order")
 
 

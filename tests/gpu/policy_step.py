@@ -36,9 +36,14 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if job["load"]:
         load_weights(policy, optimizer, Path(job["load"]))
     batch = pack_batch(
-        tiny_sequences(), recipe.batch.max_tokens_per_microbatch, policy.parallel.batch_layout, minibatch_index=0
+        tiny_sequences(),
+        recipe.batch.max_tokens_per_microbatch,
+        policy.parallel.batch_layout,
+        minibatch_index=0,
+        mode=recipe.batch.mode,
     )
-    (batch,) = add_old_logprobs(policy, [batch], temperature=1.0, source="recompute")
+    records = recipe.loss.routing_replay == "r2"
+    (batch,) = add_old_logprobs(policy, [batch], temperature=1.0, source="recompute", record_routes=records)
     results: dict[str, Any] = {"weights_before": hf_tensors(policy), "responses": responses(batch)}
     loss_fn = partial(policy_loss, cfg=replace(recipe.loss, clip_low=3.0e-3, clip_high=4.0e-3))
     step = partial(optimizer_step, policy, optimizer, batch, loss_fn, lr=job["lr"], temperature=1.0)
@@ -48,7 +53,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     results |= {
         "loss": [s.loss for s in steps],
         "grad_norm": [s.grad_norm for s in steps],
-        "log_ratio": [s.per_response["log_ratio"].sort().values for s in steps],
+        "log_ratio": [s.per_response["log_ratio"] for s in steps],
         "clipped": [float(s.per_response["clipped_tokens"].sum()) for s in steps],
         "weights": hf_tensors(policy),
     }

@@ -92,6 +92,23 @@ def test_gradient_is_that_of_the_cpu_modules(policy_steps: PolicySteps, dtype: s
 
 
 @pytest.mark.gpu(1)
+def test_rows_with_replayed_routes_give_the_numbers_of_packed_sequences(policy_steps: PolicySteps) -> None:
+    packed = policy_steps(CUDA, FLOAT32)
+    rows = policy_steps(CUDA, FLOAT32, "batch.mode=padded", "loss.routing_replay=r2")
+    assert rows["log_ratio"][0].abs().max() == 0.0
+    assert_close(relative_error(rows["grad"], packed["grad"]), 0.0, GPU_FLOAT32_GRADIENT)
+
+
+@pytest.mark.gpu(1)
+def test_replayed_routes_lead_the_second_step(policy_steps: PolicySteps) -> None:
+    free = policy_steps(CUDA, BFLOAT16, num_steps=2, lr=1.0e-2)
+    replayed = policy_steps(CUDA, BFLOAT16, "loss.routing_replay=r2", num_steps=2, lr=1.0e-2)
+    assert_close(replayed["loss"][0], free["loss"][0], BITWISE)
+    assert not torch.equal(replayed["log_ratio"][1], free["log_ratio"][1])
+    assert replayed["log_ratio"][1].isfinite().all()
+
+
+@pytest.mark.gpu(1)
 @pytest.mark.parametrize(("writer", "reader"), [(CUDA, CPU), (CPU, CUDA)], ids=["cuda_to_cpu", "cpu_to_cuda"])
 def test_checkpoint_of_one_device_loads_bitwise_on_the_other(
     policy_steps: PolicySteps, tmp_path: Path, writer: str, reader: str
