@@ -53,7 +53,9 @@ def linear_logprobs(
         labels_T: [T] int64 in [0, vocab_size). Global token ids of all T tokens.
         temperature: divides the logits, as in sampling.
         vocab_size: rows of the unpadded vocabulary.
-        fp32_matmul: multiply in float32 whatever the dtype; else in that of hidden_TH.
+        fp32_matmul: float32 logits from the product itself, whatever the dtype; else rounded to hidden_TH's. CUDA's
+            tensor cores do that with bfloat16 inputs, whose products float32 holds exactly, and take bfloat16
+            gradients of the logits; the CPU casts both inputs, and the gradient stays float32.
         tp_group: tensor-parallel group, or None.
         sequence_parallel: the ranks of tp_group hold slices of the tokens.
 
@@ -68,11 +70,13 @@ def linear_logprobs(
     if hidden_TH.dtype != weight_VH.dtype:
         raise ValueError(f"hidden_TH is {hidden_TH.dtype}, wants {weight_VH.dtype} as weight_VH")
     group = tp_group if tp_group is not None and tp_group.size() > 1 else None
+    keeps_dtype = not fp32_matmul or hidden_TH.is_cuda
     head = _Head(
         temperature=temperature,
         first_id=weight_VH.shape[0] * (group.rank() if group is not None else 0),
         vocab_size=vocab_size,
-        dtype=torch.float32 if fp32_matmul else hidden_TH.dtype,
+        dtype=hidden_TH.dtype if keeps_dtype else torch.float32,
+        is_widening=fp32_matmul and keeps_dtype and hidden_TH.dtype != torch.float32,
         group=group,
         is_split=sequence_parallel and group is not None,
     )
@@ -86,7 +90,9 @@ class _Head:
     first_id: int
     vocab_size: int
     dtype: torch.dtype
-    """Of the matrix products."""
+    """Of the inputs of the matrix products."""
+    is_widening: bool
+    """The logits' product hands out float32 (CUDA)."""
     group: Any
     is_split: bool
     """Each rank of the group holds a slice of the tokens."""
@@ -116,7 +122,10 @@ class _Head:
 
     def scaled_logits(self, hidden_TH: Tensor, weight_CH: Tensor) -> Tensor:
         """[T, C] float32, fresh: logits / temperature."""
-        z_TC = (hidden_TH @ weight_CH.t()).float()
+        if self.is_widening:
+            z_TC = torch.mm(hidden_TH, weight_CH.t(), out_dtype=torch.float32)
+        else:
+            z_TC = (hidden_TH @ weight_CH.t()).float()
         return z_TC if self.temperature == 1.0 else z_TC.div_(self.temperature)
 
 
