@@ -170,3 +170,34 @@ def test_a_microbatch_of_padding_only_adds_nothing_to_the_gradient(layout: str) 
     result = ranks_of(layout)[0]
     assert_same_gradient(result["beside_dummy"]["gradient"], result["alone"]["gradient"])
     assert_same_gradient(result["beside_dummy"]["gradient"], ranks_of("one")[0]["alone"]["gradient"])
+
+
+def gradients_of_the_last_router(rank: int) -> tuple[Tensor, Tensor]:
+    """The step's where every advantage is 0, and that of the z-loss written out over the router's inputs."""
+    coeff = 0.03
+    keys = ["cluster.trainer_ranks=1", "optimizer.clip_grad=1.0e+9", f"model.mcore.moe_z_loss_coeff={coeff}"]
+    recipe, policy, optimizer = build([*COMMON[:2], *keys])
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from gspo_megatron.optimize import add_old_logprobs, optimizer_step
+
+    sequences = [replace(s, advantage=0.0) for s in tiny_sequences()]
+    layout = replace(policy.parallel.batch_layout, alignment=8)
+    batch = pack_batch(sequences, 160, layout, minibatch_index=0)
+    assert len(batch.microbatches) > 2
+    (batch,) = add_old_logprobs(policy, [batch], temperature=1.0, source="recompute")
+    router = [m for m in policy.chunks[0].modules() if isinstance(m, TopKRouter)][-1]
+    inputs: list[Tensor] = []
+    router.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach().flatten(0, 1)))
+    loss_fn = partial(policy_loss, cfg=recipe.loss)
+    optimizer_step(policy, optimizer, batch, loss_fn, denominator=batch.num_responses, lr=0.0, temperature=1.0)
+    kept = [x[~m.is_padding_T] for x, m in zip(inputs, batch.microbatches, strict=True)]
+    weight = router.weight.detach().clone().requires_grad_()
+    z_loss = coeff * (torch.cat(kept) @ weight.t()).logsumexp(dim=-1).square().mean()
+    return router.weight.main_grad, torch.autograd.grad(z_loss, weight)[0]
+
+
+def test_z_loss_is_its_coefficient_times_the_mean_over_tokens_whatever_the_terms_are_divided_by() -> None:
+    ((actual, expected),) = spawn(gradients_of_the_last_router, 1)
+    assert expected.count_nonzero() > 0
+    assert_close(actual, expected, FLOAT32_GRADIENT)

@@ -26,6 +26,7 @@ COMMON = [
 FULL = ["model.mcore.recompute_granularity=full", "model.mcore.recompute_num_layers=1"]
 UNIFORM = [*FULL, "model.mcore.recompute_method=uniform"]
 BUDGET = "batch.max_tokens_per_microbatch"
+TEMPERATURE = 0.8  # not 1: the old pass and the update must both divide by it
 VARIANTS = {
     "plain": [],
     "uniform": UNIFORM,
@@ -107,7 +108,9 @@ def replayed_update(recipe: Recipe, parallel: Any) -> dict[str, Any]:
     from gspo_megatron.optimize import StepResult, add_old_logprobs, optimizer_step
 
     policy, optimizer, batch = prepare(recipe, parallel)
-    record = partial(add_old_logprobs, policy, temperature=1.0, source="recompute", record_routes=True)
+    record = partial(
+        add_old_logprobs, policy, temperature=TEMPERATURE, source="recompute", record_routes=True
+    )
     # A band so wide that the gradient of nearly every response stays.
     loss_cfg = replace(recipe.loss, clip_low=0.9, clip_high=0.9)
     left, queued = [], []
@@ -117,7 +120,9 @@ def replayed_update(recipe: Recipe, parallel: Any) -> dict[str, Any]:
         return policy_loss(logprobs_T, entropy_T, microbatch, loss_cfg, cp_group=parallel.shared_cp_group)
 
     def step(b: TrainBatch) -> StepResult:
-        result = optimizer_step(policy, optimizer, b, loss_fn, denominator=b.num_responses, lr=0.0, temperature=1.0)
+        result = optimizer_step(
+            policy, optimizer, b, loss_fn, denominator=b.num_responses, lr=0.0, temperature=TEMPERATURE
+        )
         left.append(leftovers(policy))
         return result
 

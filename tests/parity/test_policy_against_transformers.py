@@ -24,7 +24,7 @@ def one_process(rank: int) -> dict[str, Any]:
     overrides = ["batch.max_tokens_per_microbatch=256", "parallel.use_distributed_optimizer=false"]
     recipe, policy, optimizer = build([*ONE, *overrides, "optimizer.clip_grad=1.0e+9"])
     from gspo_megatron.loss import sft_loss
-    from gspo_megatron.optimize import compute_logprobs, optimizer_step
+    from gspo_megatron.optimize import add_old_logprobs, compute_logprobs, optimizer_step
 
     sequences = tiny_sequences()
     batch = pack_batch(
@@ -34,6 +34,7 @@ def one_process(rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {
         "microbatches": batch.microbatches,
         "logprobs": compute_logprobs(policy, batch, temperature=TEMPERATURE),
+        "old": add_old_logprobs(policy, [batch], temperature=TEMPERATURE, source="recompute")[0].microbatches,
         "step": step(denominator=sum(len(s.response_ids) for s in sequences), lr=0.0),
     }
     results["grad"] = hf_view_of(policy, {n: p.main_grad for n, p in policy.parameters()})
@@ -104,6 +105,12 @@ def test_logprobs_equal(actual: dict[str, Any], want: dict[str, Any], in_order: 
     packed = [lp[m.response_mask_T] for lp, m in zip(actual["logprobs"], actual["microbatches"], strict=True)]
     expected = torch.cat([want["logprobs"][i] for i in in_order])
     assert expected.std() > 0.5, "the model is not uniform"
+    assert_close(torch.cat(packed), expected, PARITY_LOGPROBS)
+
+
+def test_old_logprobs_equal(actual: dict[str, Any], want: dict[str, Any], in_order: list[int]) -> None:
+    packed = [m.old_logprobs_T[m.response_mask_T] for m in actual["old"]]
+    expected = torch.cat([want["logprobs"][i] for i in in_order])
     assert_close(torch.cat(packed), expected, PARITY_LOGPROBS)
 
 

@@ -44,6 +44,7 @@ def run(logprobs_T: Tensor, microbatch: Microbatch, cfg: LossConfig) -> tuple[Te
         packing_efficiency=1.0,
     )
     loss = out.loss_sum / denominator(batch, cfg, max_response_tokens=MAX_RESPONSE_TOKENS)
+    assert loss.requires_grad, "a ratio that is detached for good has no gradient"
     (grad_T,) = torch.autograd.grad(loss, logprobs_T)
     assert all(v.dtype == torch.float32 and not v.requires_grad for v in out.per_response.values())
     return loss.detach(), grad_T, out.per_response
