@@ -79,8 +79,8 @@ class TrainSequence:
 def make_batches(groups: list[RolloutGroup], cfg: BatchConfig, layout: BatchLayout) -> list[TrainBatch]:
     """This rank's batches of one rollout, one per optimizer step: the groups in order, in equal parts of whole groups.
 
-    A filtered rollout is in no batch, and so not in N. A part with nothing but filtered rollouts is left out of the
-    list, and the others keep the minibatch_index of their place.
+    A filtered rollout is in no batch, and so not in N. A part with nothing but filtered rollouts is left out, so that
+    the first batch is always the one that is on-policy.
 
     Raises:
         ValueError: the parts would be unequal, a rollout has no advantage, or what pack_batch refuses.
@@ -93,8 +93,7 @@ def make_batches(groups: list[RolloutGroup], cfg: BatchConfig, layout: BatchLayo
     parts = [_sequences(groups[i * size : (i + 1) * size]) for i in range(cfg.num_minibatches)]
     return [
         pack_batch(part, cfg.max_tokens_per_microbatch, layout, minibatch_index=i, mode=cfg.mode)
-        for i, part in enumerate(parts)
-        if part
+        for i, part in enumerate(filter(None, parts))
     ]
 
 

@@ -23,7 +23,16 @@ DERIVED_MCORE_KEYS = frozenset(
     "calculate_per_token_loss tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
     "virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
     "sequence_parallel moe_router_pre_softmax use_cpu_initialization overlap_p2p_comm batch_p2p_comm "
-    "microbatch_group_size_per_vp_stage variable_seq_lengths moe_enable_routing_replay".split()
+    "microbatch_group_size_per_vp_stage variable_seq_lengths moe_enable_routing_replay "
+    "gradient_accumulation_fusion "
+    # Of the model itself: the server and the export would not have them.
+    "window_size window_attn_skip_freq softmax_type softmax_scale attention_output_gate qk_l2_norm qk_clip "
+    "multi_latent_attention experimental_attention_variant linear_attention_freq apply_query_key_layer_scaling "
+    "rotary_base rotary_interleaved rotary_percent rotary_scaling_factor rope_type no_rope_freq mrope_section "
+    "moe_router_score_function moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk "
+    "moe_router_topk_limited_devices moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq "
+    "moe_latent_size moe_apply_probs_on_input layernorm_zero_centered_gamma activation_func_clamp_value "
+    "glu_linear_offset apply_residual_connection_post_layernorm heterogeneous_block_specs use_mup".split()
 )
 # ServerArgs fields that engine.py sets.
 DERIVED_SGLANG_KEYS = frozenset(
@@ -201,9 +210,11 @@ def _check_sizes(recipe: Recipe) -> list[str]:
         problems.append(
             f"batch.num_minibatches={b.num_minibatches}: does not divide rollout.num_prompts={r.num_prompts}"
         )
-    if b.max_tokens_per_microbatch < r.max_response_tokens:
+    whole = b.max_tokens_per_microbatch * recipe.parallel.context_parallel_size
+    if whole <= r.max_response_tokens:
         problems.append(
-            f"batch.max_tokens_per_microbatch={b.max_tokens_per_microbatch}: holds no response of "
+            f"batch.max_tokens_per_microbatch={b.max_tokens_per_microbatch}: over context_parallel_size="
+            f"{recipe.parallel.context_parallel_size} ranks holds no prompt with a response of "
             f"rollout.max_response_tokens={r.max_response_tokens}"
         )
     if recipe.advantage.overlong_buffer_tokens > r.max_response_tokens:

@@ -63,12 +63,15 @@ def linear_logprobs(
         (logprobs_T, entropy_T), [T] float32, nats; both carry gradients to hidden_TH and weight_VH.
 
     Raises:
-        ValueError: temperature is not positive, or the dtypes differ.
+        ValueError: temperature is not positive, the dtypes differ, or rows and labels do.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: wants a positive number")
     if hidden_TH.dtype != weight_VH.dtype:
         raise ValueError(f"hidden_TH is {hidden_TH.dtype}, wants {weight_VH.dtype} as weight_VH")
+    rows = len(hidden_TH) * (tp_group.size() if sequence_parallel and tp_group is not None else 1)
+    if rows != len(labels_T):
+        raise ValueError(f"hidden_TH has {rows} rows over its ranks, wants {len(labels_T)}, one per label")
     group = tp_group if tp_group is not None and tp_group.size() > 1 else None
     keeps_dtype = not fp32_matmul or hidden_TH.is_cuda
     head = _Head(

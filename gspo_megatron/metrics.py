@@ -45,10 +45,10 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("reward_mean", "reward", "mean over the step's responses"),
         Metric("exact_fraction", "share", "responses equal to the expected one / responses"),
         Metric("zero_advantage_groups_fraction", "share", "groups whose advantages are all 0 / groups"),
-        Metric("response_tokens_mean", "tokens", "mean over responses, EOS counted once"),
+        Metric("response_tokens_mean", "tokens", "mean over responses of the sampled tokens, EOS counted once"),
         Metric("truncated_fraction", "share", "responses that end with finish reason length / responses"),
         Metric("filtered_fraction", "share", "responses taken out of the loss / responses"),
-        Metric("num_response_tokens", "tokens", "sum over responses"),
+        Metric("num_response_tokens", "tokens", "sum over responses of the sampled tokens"),
     ),
     "minibatch": (
         Metric("clip_fraction_tokens", "share", "clipped tokens / response tokens"),
@@ -192,7 +192,7 @@ def summarize_groups(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     rewards = [r.reward for r in rollouts if r.reward is not None]
     if len(rewards) < len(rollouts) or any(r.is_exact is None or r.advantage is None for r in rollouts):
         raise ValueError("groups: a rollout has no reward, is_exact or advantage; score and add advantages first")
-    num_tokens = sum(len(r.response_ids) for r in rollouts)
+    num_tokens = sum(len(r.response_ids) if r.response_mask is None else sum(r.response_mask) for r in rollouts)
     silent_groups = sum(all(r.advantage == 0.0 for r in group.rollouts) for group in groups)
     return {
         "reward_mean": math.fsum(rewards) / len(rollouts),

@@ -31,7 +31,7 @@ def check_objective(recipe: Recipe) -> list[str]:
                 f"sequence-level ratio of {r.max_response_tokens}-token responses never clips; the paper has 3.0e-4 "
                 "and 4.0e-4 (or set loss.allow_wide_clip)"
             )
-    if loss.name in SEQUENCE_RATIO and loss.aggregation not in (None, "sequence_mean"):
+    if loss.name in (*SEQUENCE_RATIO, "gmpo") and loss.aggregation not in (None, "sequence_mean"):
         problems.append(
             f"loss.aggregation={loss.aggregation}: {loss.name} is a mean over responses (Eq. 5); this weighs them by "
             "length; use null, or another loss.name"
@@ -79,25 +79,19 @@ def _check_correction(loss: LossConfig) -> list[str]:
     two_sided = c.name in ("icepop", "geometric_rejection")
     if two_sided != (c.low is not None):
         problems.append(f"loss.correction.low={c.low}: {c.name} wants {'a number' if two_sided else 'null'}")
-    elif not (c.low or 0.0) < c.high < inf:
-        problems.append(f"loss.correction.high={c.high}: wants a number above {c.low or 0.0}")
+    elif not (c.low or 0.0) < 1.0 <= c.high < inf:
+        problems.append(f"loss.correction.low={c.low}, high={c.high}: want low < 1 <= high: equal policies have 1")
     return problems
 
 
-# model.mcore keys under which megatron-core 0.19.2 chooses experts past the replay (transformer/moe/router.py,
-# moe_utils.py), the values that do so (None: every one but the default), the default, and the reason.
 _CAPTURED = "captures the router, which then keeps doing what it did at its capture"
-_UNREPLAYABLE: dict[str, tuple[tuple[Any, ...] | None, Any, str]] = {
-    "moe_router_fusion": (None, False, "takes the fused router, which never asks for the recorded experts"),
-    "moe_router_load_balancing_type": (
-        ("sinkhorn",),
-        "aux_loss",
-        "chooses experts by code of its own, which never asks for the recorded ones",
-    ),
-    "cuda_graph_impl": (None, "none", _CAPTURED),
-    "enable_cuda_graph": (None, False, _CAPTURED),
-    "external_cuda_graph": (None, False, _CAPTURED),
+_UNREPLAYABLE: dict[str, tuple[Any, str]] = {
+    "moe_router_fusion": (False, "takes the fused router, which never asks for the recorded experts"),
+    "cuda_graph_impl": ("none", _CAPTURED),
+    "enable_cuda_graph": (False, _CAPTURED),
+    "external_cuda_graph": (False, _CAPTURED),
 }
+"""Keys of model.mcore under which megatron-core 0.19.2 chooses experts past the replay, other than by default."""
 
 
 def _check_routing_replay(recipe: Recipe) -> list[str]:
@@ -105,9 +99,9 @@ def _check_routing_replay(recipe: Recipe) -> list[str]:
     if recipe.loss.routing_replay == "none":
         return []
     problems = []
-    for key, (refused, default, reason) in _UNREPLAYABLE.items():
+    for key, (default, reason) in _UNREPLAYABLE.items():
         value = recipe.model.mcore.get(key, default)
-        if value != default if refused is None else value in refused:
+        if value != default:
             problems.append(f"model.mcore.{key}={value}: with loss.routing_replay: r2 it {reason}")
     if recipe.loss.old_logprobs == "rollout":
         problems.append(
@@ -122,6 +116,10 @@ _REFUSED_MCORE: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
         ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps"),
         (bool, "noise in the forward pass: pi_theta and pi_old would differ at equal weights; leave it out"),
+    ),
+    **dict.fromkeys(
+        ("moe_router_force_load_balancing", "moe_router_force_biased"),
+        (bool, "routes at random, anew in every pass: pi_theta and pi_old would differ at equal weights"),
     ),
     "moe_expert_capacity_factor": (
         lambda v: v is not None,
@@ -167,6 +165,17 @@ def check_mcore(recipe: Recipe) -> list[str]:
         )
     if "quantile_balancing" in kinds:
         problems.append("model.mcore.moe_router_load_balancing_type=quantile_balancing: refuses padding; use none")
+    if "sinkhorn" in kinds:
+        problems.append(
+            "model.mcore.moe_router_load_balancing_type=sinkhorn: routes a token by what else is in the microbatch, "
+            "so that log-probs depend on packing; use aux_loss, or none"
+        )
+    if mcore.get("recompute_granularity") == "full" and not (
+        mcore.get("recompute_method") and mcore.get("recompute_num_layers")
+    ):
+        problems.append(
+            "model.mcore.recompute_granularity=full: wants recompute_method (uniform, block) and recompute_num_layers"
+        )
     if "seq_aux_loss" in kinds and recipe.batch.mode == "packed":
         problems.append(
             "model.mcore.moe_router_load_balancing_type=seq_aux_loss: takes a whole pack for one sequence; "
@@ -194,6 +203,11 @@ def warnings_of(recipe: Recipe) -> list[str]:
         warnings.append(
             "loss.old_logprobs=rollout: the mismatch between server and trainer enters the ratio; size the band from "
             "the spread of log s at optimizer.lr=0.0, then set loss.band_is_measured"
+        )
+    if recipe.model.dtype == "bfloat16" and mcore.get("moe_router_dtype", "fp32") not in ("fp32", "fp64"):
+        warnings.append(
+            f"model.mcore.moe_router_dtype={mcore['moe_router_dtype']}: a bfloat16 router turns near ties from pass "
+            "to pass; leave it at fp32"
         )
     for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
         if mcore.get(key):

@@ -51,6 +51,7 @@ def optimizer_step(
     lr: float,
     temperature: float,
     old_is_rollout: bool = False,
+    entropy_has_gradient: bool = False,
     save_failed_to: Path | None = None,
 ) -> StepResult:
     """Forward, backward, reduce, clip, update. Collective over all ranks.
@@ -66,6 +67,7 @@ def optimizer_step(
         temperature: divides the logits.
         old_is_rollout: old log-probs are SGLang's own: the mismatch is then taken of the current policy, so that
             minibatch 1 shows it at equal weights.
+        entropy_has_gradient: loss_fn differentiates the entropy (a bonus), which costs passes over the logits.
         save_failed_to: file for this rank's microbatches when the step is not finite.
 
     Raises:
@@ -94,7 +96,14 @@ def optimizer_step(
             )
         return result.loss_sum * scale, tokens, report
 
-    reports = run_schedule(policy, batch.microbatches, loss_func, temperature=temperature, forward_only=False)
+    reports = run_schedule(
+        policy,
+        batch.microbatches,
+        loss_func,
+        temperature=temperature,
+        forward_only=False,
+        entropy_has_gradient=entropy_has_gradient,
+    )
     for group in optimizer.param_groups:
         group["lr"] = lr
     updated, grad_norm, _ = optimizer.step()
@@ -119,6 +128,7 @@ def compute_logprobs(policy: Policy, batch: TrainBatch, *, temperature: float) -
     def collect(microbatch: Microbatch, output: Tensor) -> Tensor:
         return output[..., 0].detach()
 
+    policy.finish_param_sync()
     results = run_schedule(policy, batch.microbatches, collect, temperature=temperature, forward_only=True)
     return broadcast_from_last_stage(policy, results, [len(m.tokens_T) for m in batch.microbatches])
 

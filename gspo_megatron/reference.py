@@ -66,8 +66,8 @@ class ReferencePolicy:
     @contextmanager
     def _in_place(self) -> Iterator[None]:
         current = _copy(self._policy)
-        _paste(self._policy, self._weights)
         try:
+            _paste(self._policy, self._weights)
             yield
         finally:
             _paste(self._policy, current)
@@ -75,6 +75,7 @@ class ReferencePolicy:
 
 @torch.no_grad()
 def _copy(policy: Policy) -> list[Tensor]:
+    policy.finish_param_sync()
     return [p.to("cpu", copy=True) for _, p in policy.parameters()]
 
 

@@ -59,6 +59,7 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
         lr=recipe.optimizer.lr,
         temperature=temperature,
         old_is_rollout=recipe.loss.old_logprobs == "rollout",
+        entropy_has_gradient=recipe.loss.entropy_coef > 0,
         save_failed_to=failed_batch,
     )
 
@@ -96,7 +97,6 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
                 )
             with clock.stage("train"):
                 results = [step(policy, optimizer, b, loss_fn, denominator=count(b)) for b in batches]
-                policy.finish_param_sync()
             with clock.stage("weight_sync"):
                 state.weight_version = weight_sync.push(state.weight_version + 1)
             state.rollout_step, state.optimizer_step = rollout_step, state.optimizer_step + len(batches)
@@ -112,8 +112,11 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
     if writer is not None:
         writer.close()
     weight_sync.close()
-    console.print("saving the Megatron checkpoint and the Hugging Face export")
-    save_checkpoint(policy, optimizer, state, recipe.run_dir / "checkpoint")
+    if state.optimizer_step:
+        console.print("saving the Megatron checkpoint and the Hugging Face export")
+        save_checkpoint(policy, optimizer, state, recipe.run_dir / "checkpoint")
+    else:
+        console.print("no optimizer step was taken, every response was filtered: no checkpoint, the weights are the first")
     export_hf(policy, recipe.run_dir / "hf", Path(recipe.model.hf_dir))
 
 

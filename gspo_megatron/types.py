@@ -55,7 +55,8 @@ class Rollout:
     advantage: float | None = None
     """Group-relative; of every token, unless token_advantages says otherwise."""
     token_advantages: tuple[float, ...] | None = None
-    """One per response token, for objectives per token; None: all equal advantage."""
+    """One per response token, for objectives that read them per token (gspo and gmpo read advantage); None: all equal
+    advantage."""
     response_mask: tuple[bool, ...] | None = None
     """True on tokens that the policy sampled, False on those put in between (a tool's answer); None: all sampled."""
     ref_logprobs: tuple[float, ...] | None = None
@@ -144,7 +145,7 @@ class TrainBatch:
     num_response_tokens: int
     """Of those, the ones that carry a loss term."""
     minibatch_index: int
-    """Place within the rollout: minibatch 0 is on-policy when old log-probs are recomputed."""
+    """Updates of this rollout before it: minibatch 0 is on-policy when old log-probs are recomputed."""
     packing_efficiency: float
     """Unpadded tokens / (microbatches x token budget) over all data-parallel ranks."""
 

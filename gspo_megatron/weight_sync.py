@@ -77,6 +77,7 @@ class WeightSync:
         """
         if not self._urls:
             return weight_version
+        self._policy.finish_param_sync()
         if self._policy.parallel.rank != 0:
             for _ in self._gatherer.hf_tensors():
                 raise AssertionError("only rank 0 receives tensors")

@@ -82,6 +82,7 @@ class Policy:
         Without `_extra_state`: it is empty outside FP8, and Transformer Engine has it on modules where the CPU's
         have none (norms), so a checkpoint that held it would load on the device that wrote it only.
         """
+        self.finish_param_sync()
         states = [c.sharded_state_dict(metadata=checkpoint_metadata()) for c in unwrap_model(self.chunks)]
         return {
             f"chunk{i}": {name: value for name, value in state.items() if _EXTRA_STATE not in name}
@@ -118,9 +119,9 @@ class Policy:
         ]
 
     def finish_param_sync(self) -> None:
-        """Make every rank's parameters those of the last optimizer step, for readers other than a forward pass.
+        """Make every rank's parameters those of the last optimizer step. Collective over data parallel.
 
-        Collective over data parallel; under overlap_param_gather the next forward pass would fetch them.
+        Under overlap_param_gather they arrive during the next training forward pass; every other reader calls this.
         """
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
@@ -163,6 +164,7 @@ def make_config(
         "attention_dropout": 0.0,
         "attention_softmax_in_fp32": True,
         "gradient_accumulation_fusion": False,  # the native output layer would need apex
+        "moe_router_dtype": "fp32",  # near ties would turn in bfloat16; model.mcore may say otherwise
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,

@@ -30,15 +30,17 @@ def run_schedule(
     *,
     temperature: float,
     forward_only: bool,
+    entropy_has_gradient: bool = False,
 ) -> list[Any]:
     """megatron-core's forward-backward over the microbatches; returns what loss_func reports on the last stage.
 
+    loss_func gets [T, 2] log-probs and entropy; the entropy carries a gradient where asked for.
     Routes that the microbatches carry are replayed (routing_replay.py); without them the router is free.
     """
 
     def processor(*, hidden_states: Tensor, output_layer: Any, output_weight: Any, labels: Tensor, **_: Any) -> Tensor:
         # Megatron's hidden states are [s, b, H]; the microbatch's [T] fields are row after row.
-        pair = linear_logprobs(
+        logprobs_T, entropy_T = linear_logprobs(
             hidden_states.flatten(0, 1),
             head_weight(output_layer, output_weight),
             labels.t().flatten(),
@@ -48,7 +50,8 @@ def run_schedule(
             tp_group=policy.parallel.tp_group,
             sequence_parallel=policy.config.sequence_parallel,
         )
-        return torch.stack(pair, dim=-1).unflatten(0, labels.t().shape).transpose(0, 1).flatten(0, 1)
+        pair_T2 = torch.stack([logprobs_T, entropy_T if entropy_has_gradient else entropy_T.detach()], dim=-1)
+        return pair_T2.unflatten(0, labels.t().shape).transpose(0, 1).flatten(0, 1)
 
     def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
         m: Microbatch = next(iterator)

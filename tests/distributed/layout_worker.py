@@ -138,7 +138,6 @@ def run_arm(name: str, case: Case, recipe: Any, policy: Any, optimizer: Any) -> 
         lr=LR,
         temperature=1.0,
     )
-    policy.finish_param_sync()
     return {
         "loss": step.loss,
         "grad_norm": step.grad_norm,

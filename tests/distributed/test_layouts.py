@@ -158,6 +158,7 @@ def whole_tensors(shards: list[Any]) -> dict[str, Tensor]:
             whole[s.mcore_name][s.slices] = s.data.view(whole[s.mcore_name][s.slices].shape)
     for s in shards:
         assert torch.equal(whole[s.mcore_name][s.slices].flatten(), s.data.flatten()), f"replicas of {s.mcore_name}"
+    assert all(t.isfinite().all() for t in whole.values()), "a shard is missing, or a number is not finite"
     return whole
 
 

@@ -386,7 +386,7 @@ def test_filtered_rollouts_are_in_no_batch_and_a_part_without_others_is_left_out
     a, b, c = groups(3)
     cfg = BatchConfig(num_minibatches=3, max_tokens_per_microbatch=64)
     batches = make_batches([filtered(a, 0), filtered(b, 0, 1), c], cfg, ONE_RANK)
-    assert [x.minibatch_index for x in batches] == [0, 2]
+    assert [x.minibatch_index for x in batches] == [0, 1]
     assert [x.num_responses for x in batches] == [1, 2]
     assert [x.num_tokens for x in batches] == [4, 7]
     assert [x.microbatches[0].response_length_B.tolist() for x in batches] == [[2], [1, 2]]

@@ -249,6 +249,11 @@ def test_temperature_that_is_not_positive_is_refused(temperature: float) -> None
         ours(torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([0]), temperature, 4)
 
 
+def test_rows_without_a_label_are_refused() -> None:
+    with pytest.raises(ValueError, match="hidden_TH has 3 rows over its ranks, wants 2, one per label"):
+        ours(torch.zeros(3, 2), torch.zeros(4, 2), torch.tensor([0, 1]), 1.0, 4)
+
+
 def test_two_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match="hidden_TH is torch.bfloat16, wants torch.float32"):
         ours(torch.zeros(1, 2).bfloat16(), torch.zeros(4, 2), torch.tensor([0]), 1.0, 4)
