@@ -128,7 +128,6 @@ def compute_logprobs(policy: Policy, batch: TrainBatch, *, temperature: float) -
     def collect(microbatch: Microbatch, output: Tensor) -> Tensor:
         return output[..., 0].detach()
 
-    policy.finish_param_sync()
     results = run_schedule(policy, batch.microbatches, collect, temperature=temperature, forward_only=True)
     return broadcast_from_last_stage(policy, results, [len(m.tokens_T) for m in batch.microbatches])
 

@@ -116,7 +116,7 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
         console.print("saving the Megatron checkpoint and the Hugging Face export")
         save_checkpoint(policy, optimizer, state, recipe.run_dir / "checkpoint")
     else:
-        console.print("no optimizer step was taken, every response was filtered: no checkpoint, the weights are the first")
+        console.print("no optimizer step was taken, every response was filtered: no checkpoint; exporting the weights")
     export_hf(policy, recipe.run_dir / "hf", Path(recipe.model.hf_dir))
 
 

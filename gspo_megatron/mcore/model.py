@@ -121,7 +121,7 @@ class Policy:
     def finish_param_sync(self) -> None:
         """Make every rank's parameters those of the last optimizer step. Collective over data parallel.
 
-        Under overlap_param_gather they arrive during the next training forward pass; every other reader calls this.
+        Under overlap_param_gather they arrive during the next forward pass; every other reader calls this first.
         """
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
