@@ -144,7 +144,8 @@ def test_every_part_of_the_objective_runs_in_the_loop(output_dir, joined, place)
     groups_dir = f"rollout.groups_dir={joined.dir / 'rollouts'}"
     run = finish(output_dir, f"everything-{place}", groups_dir, *everything, only="train")
     kl = minibatches(run, "kl_to_reference")
-    assert abs(kl[0][0]) < 1e-6 < kl[0][3] < kl[2][3], "the reference stays at the weights that RL started from"
+    assert abs(kl[0][0]) < 1e-6, "the reference has the weights that RL started from"
+    assert min(kl[0][1:] + kl[1] + kl[2]) > 1e-4, "and keeps them"
     for step in minibatches(run, "clip_fraction_responses"):
         assert step[0] == 0.0, "with replayed routes minibatch 1 is on-policy"
     assert minibatches(run, "corrected_fraction")[0] == [0.0] * 4
