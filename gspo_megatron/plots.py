@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from gspo_megatron.report import Run
 
 # Mid tones that read on a white and on a dark page; minibatch k always has colour k.
-COLOURS = ("#3b82c4", "#e08a1e", "#2f9e6e", "#c2569b", "#8a6fd1", "#b59a1b", "#d1584f", "#4aa3a2")
+COLOURS = ("#3b82c4", "#e08a1e", "#2f9e6e", "#c2569b", "#8a6fd1", "#b59a1b", "#d1584f", "#4aa3a2", "#7a8793")
+"""One for each stage of a rollout step, which are the most that one figure tells apart."""
 INK = "#010203"
 """Stands for the page's text colour while matplotlib draws; replaced in the SVG."""
 STYLE = {
