@@ -209,14 +209,12 @@ def _by_response(m: Microbatch, logprobs_T: Tensor) -> dict[int, tuple[float, ..
 
 def tensors(policy: Any, optimizer: Any) -> dict[str, list[Shard]]:
     """weights, grad, exp_avg and exp_avg_sq as this rank's shards of the global tensors."""
-    from tests.distributed.policy_worker import _inner_optimizers
-
     found = {"weights": copies(policy)}
     if policy.chunks[0].ddp_config.use_distributed_optimizer:
         moments = distributed_moments(optimizer)
         grads = {p: m["exp_avg"] / (1.0 - ADAM_BETA1) for p, m in moments.items()}
     else:
-        moments = {p: s for o in _inner_optimizers(optimizer) for p, s in o.state.items()}
+        moments = {p: s for o in inner_optimizers(optimizer) for p, s in o.state.items()}
         grads = {p: p.main_grad for p in all_parameters(policy)}
     with torch.no_grad():
         for kind, values in (
@@ -256,3 +254,10 @@ def distributed_moments(optimizer: Any) -> dict[Any, dict[str, Tensor]]:
                     piece[part.start : part.end] = state[key].flatten()
             dist.all_reduce(flat, group=o.data_parallel_group)
     return whole
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """torch's optimizers under megatron-core's chain (dense and expert parameters apart)."""
+    if hasattr(optimizer, "chained_optimizers"):
+        return [o.optimizer for o in optimizer.chained_optimizers]
+    return [optimizer.optimizer]

@@ -1,8 +1,6 @@
-"""Build the tiny policy on a layout, take optimizer steps on fixed data, return everything in Hugging Face names."""
+"""Build the tiny policy on a layout, with fixed weights and data; its weights in Hugging Face names."""
 
 import random
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from gspo_megatron.batch import TrainSequence, pack_batch
 from gspo_megatron.config import load_recipe
 from gspo_megatron.convert.hf_io import random_tensors
 from gspo_megatron.convert.ops import Op
-from gspo_megatron.loss import policy_loss
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "gspo-tiny-moe-cpu.yaml"
@@ -69,45 +66,6 @@ def hf_view_of(policy: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, parameter in policy.parameters():
             parameter.copy_(values[name].view(parameter.shape))
     return hf_tensors(policy)
-
-
-def step_results(rank: int, overrides: list[str], num_steps: int) -> dict[str, Any]:
-    """Losses, norms, weights, last gradients and Adam moments after num_steps GSPO steps on one batch."""
-    recipe, policy, optimizer = build(["optimizer.clip_grad=1.0e+9", *overrides])
-    from gspo_megatron.optimize import add_old_logprobs, optimizer_step  # imports Megatron, after cpu.install()
-
-    batch = pack_batch(
-        tiny_sequences(), recipe.batch.max_tokens_per_microbatch, policy.parallel.batch_layout, minibatch_index=0
-    )
-    (batch,) = add_old_logprobs(policy, [batch], temperature=1.0, source="recompute")
-    group = policy.parallel.cp_group if policy.parallel.cp_size > 1 else None
-    loss_fn = partial(policy_loss, cfg=replace(recipe.loss, clip_low=3.0e-3, clip_high=4.0e-3), cp_group=group)
-    steps = [
-        optimizer_step(policy, optimizer, batch, loss_fn, denominator=batch.num_responses, lr=1.0e-4, temperature=1.0)
-        for _ in range(num_steps)
-    ]
-    results: dict[str, Any] = {
-        "loss": [s.loss for s in steps],
-        "grad_norm": [s.grad_norm for s in steps],
-        "log_ratio": [s.per_response["log_ratio"] for s in steps],
-        "clipped": [float((s.per_response["clipped_tokens"] > 0).float().mean()) for s in steps],
-        "weights": hf_tensors(policy),
-    }
-    if recipe.parallel.use_distributed_optimizer:
-        return results
-    state = {p: s for o in _inner_optimizers(optimizer) for p, s in o.state.items()}
-    named = dict(policy.parameters())
-    results["exp_avg"] = hf_view_of(policy, {n: state[p]["exp_avg"] for n, p in named.items()})
-    results["exp_avg_sq"] = hf_view_of(policy, {n: state[p]["exp_avg_sq"] for n, p in named.items()})
-    results["grad"] = hf_view_of(policy, {n: p.main_grad for n, p in named.items()})
-    return results
-
-
-def _inner_optimizers(optimizer: Any) -> list[Any]:
-    """torch's optimizers under megatron-core's chain (dense and expert parameters apart)."""
-    if hasattr(optimizer, "chained_optimizers"):
-        return [o.optimizer for o in optimizer.chained_optimizers]
-    return [optimizer.optimizer]
 
 
 def checkpoint_logprobs(rank: int, checkpoint_dir: str, sequences: list[tuple[int, ...]]) -> list[Tensor]:
