@@ -6,10 +6,7 @@ import math
 from dataclasses import replace
 
 from gspo_megatron.config import AdvantageConfig, KlConfig
-from gspo_megatron.types import Rollout, RolloutGroup
-
-MAX_EXPONENT = 20.0
-"""Overflow guard of k3's exponent, nats, as in mismatch.kl_estimate."""
+from gspo_megatron.types import MAX_EXPONENT, Rollout, RolloutGroup
 
 ROUNDING = 1e-12
 """A spread of shaped rewards below this share of their largest term is the rounding of their sums."""

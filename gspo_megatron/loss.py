@@ -24,10 +24,8 @@ from torch import Tensor
 
 from gspo_megatron.config import LossConfig
 from gspo_megatron.mismatch import correction_weights, kl_estimate
-from gspo_megatron.types import Microbatch, TrainBatch
+from gspo_megatron.types import MAX_EXPONENT, Microbatch, TrainBatch
 
-MAX_LOG_RATIO = 20.0
-"""Overflow guard of a ratio's exponent, nats. Not in the papers; a ratio this far out is outside every band."""
 MINIRL_MAX_WEIGHT = 5.0
 """MiniRL's truncation of pi_theta / mu (arXiv:2512.01374, section 3)."""
 
@@ -75,7 +73,7 @@ class Terms:
     outside_T: Tensor
     """[T] bool. The ratio is outside the band, whatever the sign of the advantage."""
     clamped_T: Tensor
-    """[T] bool. The exponent is beyond +-MAX_LOG_RATIO."""
+    """[T] bool. The exponent is beyond +-MAX_EXPONENT."""
 
 
 def gspo(x: Tokens, cfg: LossConfig) -> Terms:
@@ -318,9 +316,9 @@ def _clipped(log_value_T: Tensor, log_T: Tensor, advantages_T: Tensor, cfg: Loss
 
 def _ratio(log_value_T: Tensor, log_T: Tensor) -> tuple[Tensor, Tensor]:
     """exp of a detached log_value_T with gradient exp(log_value_T) d log_T (Eq. 14); and where it was clamped."""
-    clamped_T = log_value_T.abs() > MAX_LOG_RATIO
+    clamped_T = log_value_T.abs() > MAX_EXPONENT
     own_T = torch.where(clamped_T, 0.0, log_T - log_T.detach())
-    return log_value_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * (1.0 + own_T), clamped_T
+    return log_value_T.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp() * (1.0 + own_T), clamped_T
 
 
 def _masked(values_T: Tensor, mask_T: Tensor, name: str) -> Tensor:

@@ -18,10 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gspo_megatron.config import CorrectionConfig
-
-MAX_EXPONENT = 20.0
-"""Overflow guard of every exponent here, nats: a token's d, a response's sum or mean of d, and k3's -d. Its square,
-exp(40), still is a finite number; the sums of d itself are never clamped."""
+from gspo_megatron.types import MAX_EXPONENT
 
 _SHARES = {"1_05": 1.05, "1_2": 1.2, "1_5": 1.5, "2": 2.0}
 """tau of F(tau), the share of tokens with max(rho, 1 / rho) > tau, as names spell it."""

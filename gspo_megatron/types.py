@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MAX_EXPONENT = 20.0
+"""Overflow guard of every exponent over log-ratios, nats. Not in the papers; a ratio this far out is outside every
+band. Its square, exp(40), still is a finite number; the log-ratios themselves are never clamped."""
+
+
 class NonFiniteError(RuntimeError):
     """A loss or gradient that is not finite: the weights cannot be trusted, so the run stops."""
 
@@ -67,10 +72,6 @@ class Rollout:
     def with_reward(self, reward: float, is_exact: bool) -> Rollout:
         """The same rollout, scored."""
         return replace(self, reward=reward, is_exact=is_exact)
-
-    def with_advantage(self, advantage: float) -> Rollout:
-        """The same rollout with its group-relative advantage."""
-        return replace(self, advantage=advantage)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,7 @@
 """Group-relative advantages against reference values."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,7 +96,7 @@ def test_missing_or_non_finite_reward_is_refused_with_its_place(reward: float | 
 def test_advantage_changes_nothing_else() -> None:
     before = [rollout(0.0, token_advantages=(0.5,), response_mask=(True,)), rollout(1.0)]
     after = added(before)
-    assert [r.with_advantage(0.0) for r in after] == [r.with_advantage(0.0) for r in before]
+    assert [replace(r, advantage=0.0) for r in after] == [replace(r, advantage=0.0) for r in before]
 
 
 def test_soft_overlong_punishment_by_hand() -> None:

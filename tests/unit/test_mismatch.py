@@ -11,13 +11,13 @@ from gspo_megatron.config import CorrectionConfig, KlConfig
 from gspo_megatron.mismatch import (
     CORRECTIONS,
     KL_ESTIMATORS,
-    MAX_EXPONENT,
     MISMATCH_REDUCTIONS,
     correction_weights,
     kl_estimate,
     mismatch_per_response,
     summarize_mismatch,
 )
+from gspo_megatron.types import MAX_EXPONENT
 from tests.tolerances import FLOAT32_LOG_RATIO, FLOAT64, Tolerance, assert_close
 from tests.unit.vectors import CASES
 

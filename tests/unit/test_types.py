@@ -56,7 +56,7 @@ def test_saving_again_replaces_the_file(saved: Path) -> None:
 
 def test_scores_are_added_to_a_copy() -> None:
     rollout = make_groups()[0].rollouts[3]
-    scored = rollout.with_reward(0.25, True).with_advantage(-1.5)
+    scored = dataclasses.replace(rollout.with_reward(0.25, True), advantage=-1.5)
     assert (scored.reward, scored.is_exact, scored.advantage) == (0.25, True, -1.5)
     assert (rollout.reward, rollout.is_exact, rollout.advantage) == (None, None, None)
     assert dataclasses.replace(scored, reward=None, is_exact=None, advantage=None) == rollout
