@@ -117,7 +117,7 @@ def check_weights(model_dir: Path) -> None:
         ConversionError: a file that cannot be read, or a list of missing, surplus and misshapen tensors.
     """
     config = read_config(model_dir)
-    ops = op_list(config, padded_vocab_size=config["vocab_size"])
+    ops = op_list(config)
     check_names_and_shapes(ops, TensorReader(model_dir).shapes(), str(model_dir))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -27,21 +27,6 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 512 * 2**20
 """Bytes of one broadcast; what trainer rank 0 and each server hold beside their weights."""
 GROUP_NAME = "gspo_megatron_weights"
-
-
-def buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Cut a stream of named tensors into lists of at most max_bytes; a larger tensor is a bucket of its own."""
-    bucket: list[tuple[str, Tensor]] = []
-    held_bytes = 0
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if bucket and held_bytes + size > max_bytes:
-            yield bucket
-            bucket, held_bytes = [], 0
-        bucket.append((name, tensor))
-        held_bytes += size
-    if bucket:
-        yield bucket
 
 
 class WeightSync:
@@ -79,8 +64,8 @@ class WeightSync:
             return weight_version
         self._policy.finish_param_sync()
         if self._policy.parallel.rank != 0:
-            for _ in self._gatherer.hf_tensors():
-                raise AssertionError("only rank 0 receives tensors")
+            for _ in self._gatherer.buckets(BUCKET_BYTES):
+                pass
         return self._policy.parallel.on_rank_0(lambda: self._send(weight_version))
 
     def close(self) -> None:
@@ -125,11 +110,11 @@ class WeightSync:
         asyncio.run(self._on_all(servers_join, beside=join))
 
     def _send(self, weight_version: int) -> int:
-        tensors = self._gatherer.hf_tensors()
+        buckets = self._gatherer.buckets(BUCKET_BYTES)
         try:
             asyncio.run(self._on_all(lambda s: s.begin_weight_update()))
             pending: list[tuple[str, Tensor]] = []
-            for bucket in buckets(tensors, BUCKET_BYTES):
+            for bucket in buckets:
                 if pending:
                     self._broadcast(pending, None)
                 pending = bucket
@@ -137,7 +122,7 @@ class WeightSync:
             asyncio.run(self._on_all(lambda s: s.end_weight_update()))
             asyncio.run(self._on_all(lambda s: self._confirm(s, weight_version)))
         finally:
-            for _ in tensors:  # after an error: the other ranks are still sending, and must get to the end
+            for _ in buckets:  # after an error: the other ranks are still sending, and must get to the end
                 pass
         return weight_version
 

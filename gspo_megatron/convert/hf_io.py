@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gspo_megatron.convert.ops import ConversionError, Op
+from gspo_megatron.convert.ops import Box, ConversionError, TensorMap, slices
 
 # Files that travel with the weights, where the source has them.
 COMPANIONS = (
@@ -77,6 +77,11 @@ class TensorReader:
         tensor: Tensor = self._where[name].get_tensor(name)
         return tensor
 
+    def read_box(self, name: str, box: Box) -> Tensor:
+        """Read that box of a tensor and no more."""
+        tensor: Tensor = self._where[name].get_slice(name)[slices(box)]
+        return tensor
+
 
 def write_hf_dir(out_dir: Path, tensors: Iterable[tuple[str, Tensor]], companions_from: Path) -> None:
     """Write weights and companion files; the directory appears under its name only when complete.
@@ -138,10 +143,10 @@ def _name_files(tmp: Path, weight_map: dict[str, int], num_files: int, total_byt
     (tmp / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def random_tensors(ops: Iterable[Op], *, std: float, seed: int) -> Iterable[tuple[str, Tensor]]:
+def random_tensors(ops: Iterable[TensorMap], *, std: float, seed: int) -> Iterable[tuple[str, Tensor]]:
     """A random initialisation, the same for every layout: norms 1, everything else normal(0, std), float32."""
     generator = torch.Generator().manual_seed(seed)
     for op in ops:
-        for name, shape in zip(op.hf_names, op.hf_shapes, strict=True):
+        for name, shape in op.hf_shapes.items():
             is_norm = len(shape) == 1
             yield name, torch.ones(shape) if is_norm else torch.randn(shape, generator=generator) * std

@@ -1,165 +1,297 @@
-"""Invertible operations between Hugging Face tensors and one Megatron tensor. Pure torch.
+"""Which boxes of Hugging Face tensors are which boxes of a Megatron tensor. Pure torch.
 
-A Megatron tensor here is the *global* one, as if no parallelism existed, under its Transformer Engine checkpoint name;
-`shards.py` cuts it. Shapes: H = hidden, E = experts, F = expert ffn, d = head size, g = query groups, V = vocabulary.
+Everything that a conversion does to weights only moves elements: rename, interleave q, k and v, put gate on up, stack
+experts, transpose, pad the vocabulary. So a Megatron tensor is described by a list of blocks, each a box of one
+Hugging Face tensor and the equal box of the Megatron one. That is read in both directions and for any slice: a file, a
+rank's shard, a bucket of a weight push. The constructors below (`rename`, `fuse_qkv`, ...) write the lists.
+
+A Megatron tensor here is the *global* one, as if no parallelism existed, under its Transformer Engine checkpoint name.
+Shapes: H = hidden, E = experts, F = expert ffn, d = head size, n = heads, g = query groups, V = vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
 
+Shape = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]
+"""(start, stop) per axis."""
+
 
 class ConversionError(ValueError):
-    """Tensor names or shapes that do not fit; the message lists them."""
+    """A checkpoint that cannot be converted; the message names file and tensor, and says what to do."""
 
 
-class Op(Protocol):
-    """One Megatron tensor, the Hugging Face tensors that make it up, and the way back."""
+def whole(shape: Sequence[int]) -> Box:
+    """The box of all elements."""
+    return tuple((0, n) for n in shape)
 
-    @property
-    def mcore_name(self) -> str:
-        """Global checkpoint name."""
 
-    @property
-    def hf_names(self) -> tuple[str, ...]:
-        """Sources, in the order that to_mcore takes and to_hf returns."""
+def extent(box: Box) -> Shape:
+    """Its shape."""
+    return tuple(stop - start for start, stop in box)
 
-    @property
-    def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Their shapes."""
 
-    def to_mcore(self, hf: Sequence[Tensor]) -> Tensor:
-        """Global Megatron tensor."""
-
-    def to_hf(self, mcore: Tensor) -> list[Tensor]:
-        """Hugging Face tensors, contiguous."""
+def slices(box: Box) -> tuple[slice, ...]:
+    """As an index."""
+    return tuple(slice(start, stop) for start, stop in box)
 
 
 @dataclass(frozen=True, slots=True)
-class Rename:
-    """The same tensor under two names."""
+class Block:
+    """A box of one Hugging Face tensor, element for element a box of the Megatron tensor.
 
-    mcore_name: str
-    hf_name: str
-    shape: tuple[int, ...]
-
-    @property
-    def hf_names(self) -> tuple[str, ...]:
-        """One source."""
-        return (self.hf_name,)
-
-    @property
-    def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Its shape."""
-        return (self.shape,)
-
-    def to_mcore(self, hf: Sequence[Tensor]) -> Tensor:
-        """Unchanged."""
-        return hf[0]
-
-    def to_hf(self, mcore: Tensor) -> list[Tensor]:
-        """Unchanged."""
-        return [mcore.contiguous()]
-
-
-@dataclass(frozen=True, slots=True)
-class FuseQKV:
-    """q [n*d, H], k [g*d, H], v [g*d, H] <-> [g * (n/g + 2) * d, H]: per group its queries, its key, its value."""
-
-    mcore_name: str
-    hf_names: tuple[str, str, str]
-    num_heads: int
-    num_groups: int
-    head_dim: int
-    hidden: int
-
-    @property
-    def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of q, k, v."""
-        kv = (self.num_groups * self.head_dim, self.hidden)
-        return ((self.num_heads * self.head_dim, self.hidden), kv, kv)
-
-    def to_mcore(self, hf: Sequence[Tensor]) -> Tensor:
-        """Interleave by group."""
-        by_group = [t.view(self.num_groups, -1, self.hidden) for t in hf]
-        return torch.cat(by_group, dim=1).reshape(-1, self.hidden)
-
-    def to_hf(self, mcore: Tensor) -> list[Tensor]:
-        """Separate again."""
-        queries = self.num_heads // self.num_groups * self.head_dim
-        by_group = mcore.view(self.num_groups, -1, self.hidden)
-        parts = by_group.split([queries, self.head_dim, self.head_dim], dim=1)
-        return [p.reshape(-1, self.hidden).contiguous() for p in parts]
-
-
-@dataclass(frozen=True, slots=True)
-class StackExperts:
-    """One tensor per expert <-> [E, ...]. With two tensors per expert (gate, up) they are joined on the first axis.
-
-    hf_names has `parts` names per expert, expert by expert.
+    The two may differ in rank: axes are matched from the last, and those that only one side has have extent 1.
     """
 
-    mcore_name: str
-    hf_names: tuple[str, ...]
-    parts: int
-    shape: tuple[int, int]
-    """Of each Hugging Face tensor."""
-
-    @property
-    def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """All alike."""
-        return (self.shape,) * len(self.hf_names)
-
-    def to_mcore(self, hf: Sequence[Tensor]) -> Tensor:
-        """Stack."""
-        rows, columns = self.shape
-        return torch.stack(list(hf)).view(-1, self.parts * rows, columns)
-
-    def to_hf(self, mcore: Tensor) -> list[Tensor]:
-        """Unstack."""
-        return [t.contiguous() for t in mcore.reshape(-1, *self.shape).unbind(0)]
-
-
-@dataclass(frozen=True, slots=True)
-class PadVocab:
-    """[V, H] <-> [padded V, H]; rows past the vocabulary are zero in Megatron and absent in Hugging Face."""
-
-    mcore_name: str
     hf_name: str
-    shape: tuple[int, int]
-    padded_rows: int
+    hf_start: Shape
+    mcore_start: Shape
+    size: Shape
+    """Extents along the Megatron tensor's axes."""
+    transposed: bool = False
+    """The last two axes are swapped between the two sides."""
 
     @property
-    def hf_names(self) -> tuple[str, ...]:
-        """One source."""
-        return (self.hf_name,)
+    def mcore_box(self) -> Box:
+        """Place in the Megatron tensor."""
+        return tuple((start, start + n) for start, n in zip(self.mcore_start, self.size, strict=True))
 
     @property
-    def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Without padding."""
-        return (self.shape,)
+    def hf_box(self) -> Box:
+        """Place in the Hugging Face tensor."""
+        size = self._to_hf_axes(self.size, 1)
+        return tuple((start, start + n) for start, n in zip(self.hf_start, size, strict=True))
 
-    def to_mcore(self, hf: Sequence[Tensor]) -> Tensor:
-        """Add zero rows."""
-        return torch.nn.functional.pad(hf[0], (0, 0, 0, self.padded_rows - self.shape[0]))
+    def _to_hf_axes(self, values: Shape, fill: int) -> Shape:
+        if self.transposed:
+            values = (*values[:-2], values[-1], values[-2])
+        missing = len(self.hf_start) - len(values)
+        return (fill,) * missing + values[-len(self.hf_start) :] if missing >= 0 else values[-missing:]
 
-    def to_hf(self, mcore: Tensor) -> list[Tensor]:
-        """Drop them."""
-        return [mcore[: self.shape[0]].contiguous()]
+    def within(self, box: Box) -> Block | None:
+        """The part inside a box of the Megatron tensor; None when they do not meet."""
+        start = tuple(max(s, b[0]) for s, b in zip(self.mcore_start, box, strict=True))
+        stop = tuple(min(s + n, b[1]) for s, n, b in zip(self.mcore_start, self.size, box, strict=True))
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        moved = self._to_hf_axes(tuple(a - s for a, s in zip(start, self.mcore_start, strict=True)), 0)
+        return replace(
+            self,
+            hf_start=tuple(a + b for a, b in zip(self.hf_start, moved, strict=True)),
+            mcore_start=start,
+            size=tuple(b - a for a, b in zip(start, stop, strict=True)),
+        )
+
+    def to_mcore(self, hf: Tensor) -> Tensor:
+        """The Hugging Face box in the Megatron box's shape; a view where possible."""
+        return (hf.transpose(-1, -2) if self.transposed else hf).reshape(self.size)
+
+    def to_hf(self, mcore: Tensor) -> Tensor:
+        """The Megatron box in the Hugging Face box's shape; a view where possible."""
+        return (mcore.transpose(-1, -2) if self.transposed else mcore).reshape(extent(self.hf_box))
 
 
-def check_names_and_shapes(ops: Sequence[Op], found: dict[str, tuple[int, ...]], where: str) -> None:
+@dataclass(frozen=True)
+class TensorMap:
+    """One Megatron tensor and the Hugging Face tensors that make it up."""
+
+    mcore_name: str
+    shape: Shape
+    """Global, without vocabulary padding."""
+    hf_shapes: Mapping[str, Shape]
+    """Every Hugging Face tensor that has elements here, in the order of writing."""
+    blocks: tuple[Block, ...]
+    """Tile the Megatron tensor and all of hf_shapes; in the order of mcore_start."""
+    is_vocab: bool = False
+    """Megatron may have more rows than the vocabulary (zeros); tensor parallelism needs a multiple."""
+
+    @cached_property
+    def _first_rows(self) -> list[int]:
+        return [b.mcore_start[0] for b in self.blocks]
+
+    @cached_property
+    def _largest_step(self) -> int:
+        return max(b.size[0] for b in self.blocks)
+
+    def blocks_within(self, box: Box) -> list[Block]:
+        """Parts of the blocks inside a box of the Megatron tensor."""
+        first = bisect_left(self._first_rows, box[0][0] - self._largest_step + 1)
+        last = bisect_left(self._first_rows, box[0][1])
+        inside = (b.within(box) for b in self.blocks[first:last])
+        return [b for b in inside if b is not None]
+
+    @cached_property
+    def blocks_of(self) -> Mapping[str, list[Block]]:
+        """Blocks by Hugging Face name."""
+        by_name: dict[str, list[Block]] = {name: [] for name in self.hf_shapes}
+        for block in self.blocks:
+            by_name[block.hf_name].append(block)
+        return by_name
+
+    def read_mcore(self, box: Box, read_hf: Callable[[str, Box], Tensor]) -> Tensor:
+        """A box of the Megatron tensor, from Hugging Face tensors.
+
+        Args:
+            box: inside `shape`.
+            read_hf: (hf_name, box) -> that box of the Hugging Face tensor.
+
+        Returns:
+            In the box's shape; a view of what read_hf gave where one block is enough.
+        """
+        blocks = self.blocks_within(box)
+        if len(blocks) == 1:
+            return blocks[0].to_mcore(read_hf(blocks[0].hf_name, blocks[0].hf_box))
+        pieces = ((b, b.to_mcore(read_hf(b.hf_name, b.hf_box))) for b in blocks)
+        return _join(pieces, extent(box), lambda b: _relative(b.mcore_box, box))
+
+    def load_into(self, out: Tensor, box: Box, read_hf: Callable[[str, Box], Tensor]) -> None:
+        """Fill a rank's shard, in place; rows beyond the vocabulary become zero.
+
+        Args:
+            out: shard, of the box's shape; any dtype.
+            box: its place in the Megatron tensor, which may have padding below `shape`.
+            read_hf: (hf_name, box) -> that box of the Hugging Face tensor.
+        """
+        with torch.no_grad():
+            if any(stop > n for (_, stop), n in zip(box, self.shape, strict=True)):
+                out.zero_()
+            for block in self.blocks_within(box):
+                piece = block.to_mcore(read_hf(block.hf_name, block.hf_box))
+                out[slices(_relative(block.mcore_box, box))].copy_(piece)
+
+    def read_hf(self, hf_name: str, read_mcore: Callable[[Box], Tensor]) -> Tensor:
+        """A whole Hugging Face tensor from boxes of the Megatron tensor.
+
+        Args:
+            hf_name: one of hf_shapes.
+            read_mcore: box -> that box of the Megatron tensor.
+
+        Returns:
+            In the Hugging Face shape; a view of what read_mcore gave where one block is enough.
+        """
+        blocks = self.blocks_of[hf_name]
+        pieces = ((b, b.to_hf(read_mcore(b.mcore_box))) for b in blocks)
+        if len(blocks) == 1:
+            return next(pieces)[1]
+        return _join(pieces, self.hf_shapes[hf_name], lambda b: b.hf_box)
+
+
+def _join(pieces: Iterable[tuple[Block, Tensor]], shape: Shape, place: Callable[[Block], Box]) -> Tensor:
+    out: Tensor | None = None
+    for block, piece in pieces:
+        if out is None:
+            out = piece.new_empty(shape)
+        out[slices(place(block))] = piece
+    assert out is not None  # a box inside the tensor meets a block
+    return out
+
+
+def _relative(box: Box, to: Box) -> Box:
+    return tuple((a - start, b - start) for (a, b), (start, _) in zip(box, to, strict=True))
+
+
+def rename(mcore_name: str, hf_name: str, shape: Sequence[int], *, is_vocab: bool = False) -> TensorMap:
+    """The same tensor under two names; with is_vocab Megatron may pad its rows."""
+    shape = tuple(shape)
+    zero = (0,) * len(shape)
+    return TensorMap(mcore_name, shape, {hf_name: shape}, (Block(hf_name, zero, zero, shape),), is_vocab)
+
+
+def transpose(mcore_name: str, hf_name: str, shape: Sequence[int]) -> TensorMap:
+    """Hugging Face [..., c, r] <-> Megatron [..., r, c]; shape is Megatron's."""
+    shape = tuple(shape)
+    zero = (0,) * len(shape)
+    hf_shape = (*shape[:-2], shape[-1], shape[-2])
+    return TensorMap(mcore_name, shape, {hf_name: hf_shape}, (Block(hf_name, zero, zero, shape, transposed=True),))
+
+
+def fuse_rows(mcore_name: str, parts: Mapping[str, Sequence[int]]) -> TensorMap:
+    """Tensors with equal trailing axes, one under the other: gate [F, H] and up [F, H] <-> [2 F, H]."""
+    return fuse_grouped_rows(mcore_name, parts, num_groups=1)
+
+
+def fuse_qkv(
+    mcore_name: str, hf_names: Sequence[str], *, num_heads: int, num_groups: int, head_dim: int, trailing: Shape
+) -> TensorMap:
+    """q [n d, H], k [g d, H], v [g d, H] <-> [g (n/g + 2) d, H]: per group its queries, its key, its value.
+
+    Args:
+        mcore_name: linear_qkv's weight or bias.
+        hf_names: of q, k and v.
+        num_heads: n.
+        num_groups: g.
+        head_dim: d.
+        trailing: (H,) of a weight, () of a bias.
+    """
+    rows = (num_heads * head_dim, num_groups * head_dim, num_groups * head_dim)
+    parts = {name: (n, *trailing) for name, n in zip(hf_names, rows, strict=True)}
+    return fuse_grouped_rows(mcore_name, parts, num_groups=num_groups)
+
+
+def fuse_grouped_rows(mcore_name: str, parts: Mapping[str, Sequence[int]], *, num_groups: int) -> TensorMap:
+    """Tensors cut along their rows into num_groups; group by group, one under the other."""
+    blocks: list[Block] = []
+    row = 0
+    for group in range(num_groups):
+        for name, shape in parts.items():
+            num_rows, zeros = shape[0] // num_groups, (0,) * (len(shape) - 1)
+            blocks.append(Block(name, (group * num_rows, *zeros), (row, *zeros), (num_rows, *shape[1:])))
+            row += num_rows
+    trailing = tuple(next(iter(parts.values()))[1:])
+    return TensorMap(mcore_name, (row, *trailing), {n: tuple(s) for n, s in parts.items()}, tuple(blocks))
+
+
+def stack(mcore_name: str, members: Sequence[Mapping[str, Sequence[int]]]) -> TensorMap:
+    """One or more tensors per expert, fused along their rows, stacked over experts: gate and up <-> [E, 2 F, H]."""
+    blocks: list[Block] = []
+    hf_shapes: dict[str, Shape] = {}
+    shape: Shape = ()
+    for index, parts in enumerate(members):
+        one = fuse_rows(mcore_name, parts)
+        shape = (len(members), *one.shape)
+        hf_shapes |= one.hf_shapes
+        blocks += [replace(b, mcore_start=(index, *b.mcore_start), size=(1, *b.size)) for b in one.blocks]
+    return TensorMap(mcore_name, shape, hf_shapes, tuple(blocks))
+
+
+def check_table(table: Sequence[TensorMap]) -> None:
+    """Every name once, and blocks that have as many elements as both sides: what makes a table invertible.
+
+    That blocks do not overlap is for the families' tests to show; a wrong config cannot make them.
+
+    Raises:
+        ConversionError: lists the tensors that break it.
+    """
+    problems: list[str] = []
+    seen: set[str] = set()
+    for op in table:
+        for name in (op.mcore_name, *op.hf_shapes):
+            if name in seen:
+                problems.append(f"{name}: occurs twice")
+            seen.add(name)
+        if sum(prod(b.size) for b in op.blocks) != prod(op.shape):
+            problems.append(f"{op.mcore_name}: the blocks do not fill {op.shape}")
+        for name, shape in op.hf_shapes.items():
+            if sum(prod(b.size) for b in op.blocks_of[name]) != prod(shape):
+                problems.append(f"{name}: the blocks do not use all of {shape}")
+    raise_problems("the family's table", problems)
+
+
+def check_names_and_shapes(table: Sequence[TensorMap], found: Mapping[str, Shape], where: str) -> None:
     """Compare the table with the tensors of a Hugging Face directory before a byte moves.
 
     Raises:
         ConversionError: lists every missing, surplus and misshapen tensor.
     """
-    wanted = {name: shape for op in ops for name, shape in zip(op.hf_names, op.hf_shapes, strict=True)}
+    wanted = {name: shape for op in table for name, shape in op.hf_shapes.items()}
     problems = [f"missing {name} {shape}" for name, shape in wanted.items() if name not in found]
     problems += [f"surplus {name} {shape}" for name, shape in found.items() if name not in wanted]
     problems += [
@@ -167,7 +299,16 @@ def check_names_and_shapes(ops: Sequence[Op], found: dict[str, tuple[int, ...]],
         for name, shape in wanted.items()
         if name in found and tuple(found[name]) != tuple(shape)
     ]
+    raise_problems(f"{where}: tensors do not fit config.json", problems)
+
+
+def raise_problems(where: str, problems: Sequence[str]) -> None:
+    """Raise ConversionError with the first twenty; nothing when there are none.
+
+    Raises:
+        ConversionError: where, and what.
+    """
     if problems:
         shown = "\n".join(f"  {p}" for p in problems[:20])
         more = f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise ConversionError(f"{where}: {len(problems)} tensor(s) do not fit config.json\n{shown}{more}")
+        raise ConversionError(f"{where} ({len(problems)} problem(s))\n{shown}{more}")

@@ -1,4 +1,4 @@
-"""TP/PP/EP/ETP shards of Megatron tensors: cut from and gathered to the global tensor. Never imports Megatron.
+"""TP/PP/EP/ETP shards of Megatron tensors: filled from and gathered to Hugging Face tensors. Never imports Megatron.
 
 The address of a shard (global shape, offset) is megatron-core's own, taken from `sharded_state_dict`, so that no
 layout needs code of its own.
@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gspo_megatron.convert.ops import ConversionError, Op
+from gspo_megatron.convert.ops import Block, Box, Shape, TensorMap, raise_problems, slices
+
+MESSAGE_BYTES = 32 * 2**20
+"""Of one point-to-point message; what rank 0 holds beside the bucket that it assembles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,45 +28,60 @@ class Shard:
     mcore_name: str
     data: Tensor
     """A view of the live parameter."""
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
+    global_shape: Shape
+    global_offset: Shape
     """Same length as global_shape; axes that data lacks (the expert axis) have extent 1."""
     is_owner: bool
     """One of the replicas owns the shard; the owners' shards cover each tensor exactly once."""
 
     @property
-    def slices(self) -> tuple[slice, ...]:
+    def box(self) -> Box:
         """The shard's place in the global tensor."""
         missing = len(self.global_shape) - self.data.dim()
         extents = (1,) * missing + tuple(self.data.shape)
-        return tuple(slice(o, o + n) for o, n in zip(self.global_offset, extents, strict=True))
+        return tuple((o, o + n) for o, n in zip(self.global_offset, extents, strict=True))
+
+    @property
+    def boxed(self) -> Tensor:
+        """data in the box's shape."""
+        return self.data.detach().view(tuple(b - a for a, b in self.box))
 
 
-def load_shards(shards: Sequence[Shard], ops: Sequence[Op], read: Callable[[str], Tensor]) -> None:
-    """Fill this rank's shards from Hugging Face tensors; each source is read once per rank.
+def check_shards(table: Sequence[TensorMap], global_shapes: dict[str, Shape]) -> None:
+    """The model's tensors are the table's, vocabulary padding aside.
+
+    Raises:
+        ConversionError: lists those of only one side and those whose shapes differ.
+    """
+    by_name = {op.mcore_name: op for op in table}
+    problems = [f"{n} {s}: the model has it, the table does not" for n, s in global_shapes.items() if n not in by_name]
+    for name, shape in global_shapes.items():
+        if name not in by_name:
+            continue
+        op = by_name[name]
+        is_padded = op.is_vocab and shape[0] >= op.shape[0] and shape[1:] == op.shape[1:]
+        if shape != op.shape and not is_padded:
+            problems.append(f"{name}: the model has {shape}, the table {op.shape}")
+    raise_problems("the model does not fit config.json", problems)
+
+
+def load_shards(
+    shards: Sequence[Shard], table: Sequence[TensorMap], read_hf: Callable[[str, Box], Tensor]
+) -> None:
+    """Fill this rank's shards from Hugging Face tensors, reading only the boxes that they own.
 
     Args:
         shards: every shard of this rank.
-        ops: the family's table.
-        read: Hugging Face name -> tensor.
+        table: the family's.
+        read_hf: (hf_name, box) -> that box.
 
     Raises:
         ConversionError: the model has a tensor that the table lacks, or shapes differ.
     """
-    table = {op.mcore_name: op for op in ops}
-    by_name: dict[str, list[Shard]] = {}
+    check_shards(table, {s.mcore_name: s.global_shape for s in shards})
+    by_name = {op.mcore_name: op for op in table}
     for shard in shards:
-        by_name.setdefault(shard.mcore_name, []).append(shard)
-    unknown = sorted(set(by_name) - set(table))
-    if unknown:
-        raise ConversionError(f"the model has tensors without an operation: {', '.join(unknown)}")
-    for name, parts in by_name.items():
-        whole = table[name].to_mcore([read(n) for n in table[name].hf_names])
-        for shard in parts:
-            if tuple(whole.shape) != shard.global_shape:
-                raise ConversionError(f"{name}: file gives {tuple(whole.shape)}, model has {shard.global_shape}")
-            with torch.no_grad():
-                shard.data.copy_(whole[shard.slices].view(shard.data.shape))
+        by_name[shard.mcore_name].load_into(shard.boxed, shard.box, read_hf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,71 +89,142 @@ class _Part:
     """Where one owner's shard lies; what ranks tell each other."""
 
     rank: int
-    global_shape: tuple[int, ...]
-    slices: tuple[slice, ...]
-    shape: tuple[int, ...]
+    global_shape: Shape
+    box: Box
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A block of a shard, at most MESSAGE_BYTES large where it has more than one row."""
+
+    part: _Part
+    mcore_name: str
+    block: Block
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.block.size) * self.part.dtype.itemsize
 
 
 class Gatherer:
-    """Brings whole tensors to rank 0, one at a time, in the table's order.
+    """Brings whole Hugging Face tensors to rank 0, a bucket at a time, in the table's order.
 
     Building it is "Collective over the default group": owners' addresses are exchanged and checked once.
     """
 
-    def __init__(self, shards: Sequence[Shard], ops: Sequence[Op]) -> None:
-        self._ops = list(ops)
-        self._own = {(s.mcore_name, s.global_offset): s for s in shards if s.is_owner}
+    def __init__(self, shards: Sequence[Shard], table: Sequence[TensorMap]) -> None:
+        self._rank = dist.get_rank()
+        self._own = {(s.mcore_name, s.box): s for s in shards if s.is_owner}
         mine = [
-            (s.mcore_name, _Part(dist.get_rank(), s.global_shape, s.slices, tuple(s.data.shape)))
-            for s in shards
-            if s.is_owner
+            (s.mcore_name, _Part(self._rank, s.global_shape, s.box, s.data.dtype)) for s in shards if s.is_owner
         ]
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
-        self._parts: dict[str, list[_Part]] = {}
+        parts: dict[str, list[_Part]] = {}
         for name, part in (item for rank_items in everyone for item in rank_items):
-            self._parts.setdefault(name, []).append(part)
-        self._check_cover()
+            parts.setdefault(name, []).append(part)
+        _check_cover(table, parts)
+        self._pieces: dict[str, list[_Piece]] = {name: [] for op in table for name in op.hf_shapes}
+        for op in table:
+            for part in parts[op.mcore_name]:
+                for block in op.blocks_within(part.box):
+                    bands = _row_bands(block, MESSAGE_BYTES // part.dtype.itemsize)
+                    self._pieces[block.hf_name] += [_Piece(part, op.mcore_name, band) for band in bands]
+        shapes = {name: shape for op in table for name, shape in op.hf_shapes.items()}
+        self.specs = [(name, pieces[0].part.dtype, shapes[name]) for name, pieces in self._pieces.items()]
+        """(hf_name, dtype, shape) of every tensor, in order."""
+        self._device = next(iter(self._own.values())).data.device if self._own else torch.device("cpu")
 
-    def _check_cover(self) -> None:
-        """Each operation's tensor is covered exactly once, and nothing else exists."""
-        names = {op.mcore_name for op in self._ops}
-        problems = [f"no rank owns {n}" for n in sorted(names - set(self._parts))]
-        problems += [f"{n} has no operation" for n in sorted(set(self._parts) - names)]
-        for name, parts in self._parts.items():
-            owned = sum(prod(p.shape) for p in parts)
-            distinct = len({tuple((s.start, s.stop) for s in p.slices) for p in parts})
-            if owned != prod(parts[0].global_shape) or distinct != len(parts):
-                problems.append(f"{name}: owners hold {owned} of {prod(parts[0].global_shape)} elements")
-        if problems:
-            raise ConversionError("trainer shards do not make up the model:\n" + "\n".join(f"  {p}" for p in problems))
+    def buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield lists of (hf_name, tensor) on rank 0; other ranks yield empty ones. Collective: exhaust it.
 
-    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (hf_name, tensor) on rank 0; other ranks yield nothing but take part. Collective: exhaust it.
-
-        Memory on rank 0: one global tensor and its Hugging Face parts at a time.
+        Args:
+            max_bytes: of one list's tensors; a larger tensor is a list of its own. Rank 0 holds one list and one
+                message, the others one message.
         """
-        rank = dist.get_rank()
-        for op in self._ops:
-            whole = self._gather(op.mcore_name, rank)
-            if whole is not None:
-                yield from zip(op.hf_names, op.to_hf(whole), strict=True)
+        bucket: list[tuple[str, torch.dtype, Shape]] = []
+        held_bytes = 0
+        for spec in self.specs:
+            size = prod(spec[2]) * spec[1].itemsize
+            if bucket and held_bytes + size > max_bytes:
+                yield self._gather(bucket)
+                bucket, held_bytes = [], 0
+            bucket.append(spec)
+            held_bytes += size
+        yield self._gather(bucket)
 
-    def _gather(self, name: str, rank: int) -> Tensor | None:
-        """Point to point from each owner to rank 0, in one order on all ranks."""
-        whole: Tensor | None = None
-        for part in self._parts[name]:
-            offset = tuple(s.start for s in part.slices)
-            own = self._own[name, offset].data.detach() if part.rank == rank else None
-            if rank != 0:
-                if own is not None:
-                    dist.send(own.contiguous(), dst=0)
-                continue
-            if whole is None:
-                like = next(iter(self._own.values())).data
-                whole = like.new_empty(part.global_shape)
-            if own is None:
-                own = whole.new_empty(part.shape)
-                dist.recv(own, src=part.rank)
-            whole[part.slices].copy_(own.view(whole[part.slices].shape))
-        return whole
+    def _gather(self, bucket: list[tuple[str, torch.dtype, Shape]]) -> list[tuple[str, Tensor]]:
+        """Owners send their pieces to rank 0, rank by rank, in messages of many pieces."""
+        tensors: dict[str, Tensor] = {}
+        if self._rank == 0:
+            tensors = {name: torch.empty(shape, dtype=dtype, device=self._device) for name, dtype, shape in bucket}
+        by_rank: dict[int, list[_Piece]] = {}
+        for name, _, _ in bucket:
+            for piece in self._pieces[name]:
+                by_rank.setdefault(piece.part.rank, []).append(piece)
+        for owner in sorted(by_rank):
+            for message in _messages(by_rank[owner]):
+                if owner == 0 == self._rank:
+                    for piece in message:
+                        _place(piece, self._data_of(piece), tensors)
+                elif owner == self._rank:
+                    flat = torch.cat([self._data_of(p).contiguous().flatten().view(torch.uint8) for p in message])
+                    dist.send(flat, dst=0)
+                elif self._rank == 0:
+                    self._receive(owner, message, tensors)
+        return list(tensors.items())
+
+    def _receive(self, owner: int, message: list[_Piece], tensors: dict[str, Tensor]) -> None:
+        flat = torch.empty(sum(p.num_bytes for p in message), dtype=torch.uint8, device=self._device)
+        dist.recv(flat, src=owner)
+        for piece, data in zip(message, flat.split([p.num_bytes for p in message]), strict=True):
+            _place(piece, data.view(piece.part.dtype).view(piece.block.size), tensors)
+
+    def _data_of(self, piece: _Piece) -> Tensor:
+        shard = self._own[piece.mcore_name, piece.part.box]
+        start = [a for a, _ in piece.part.box]
+        inside = tuple((a - s, b - s) for (a, b), s in zip(piece.block.mcore_box, start, strict=True))
+        return shard.boxed[slices(inside)]
+
+
+def _place(piece: _Piece, data: Tensor, tensors: dict[str, Tensor]) -> None:
+    tensors[piece.block.hf_name][slices(piece.block.hf_box)] = piece.block.to_hf(data)
+
+
+def _messages(pieces: list[_Piece]) -> Iterator[list[_Piece]]:
+    """Runs of one dtype of at most MESSAGE_BYTES."""
+    message: list[_Piece] = []
+    for piece in pieces:
+        if message and (
+            piece.part.dtype != message[0].part.dtype
+            or sum(p.num_bytes for p in message) + piece.num_bytes > MESSAGE_BYTES
+        ):
+            yield message
+            message = []
+        message.append(piece)
+    if message:
+        yield message
+
+
+def _row_bands(block: Block, max_elements: int) -> Iterator[Block]:
+    """The block cut along its first axis with more than one row; a row is never cut."""
+    axis = next((i for i, n in enumerate(block.size) if n > 1), 0)
+    rows = max(1, max_elements // (prod(block.size) // block.size[axis]))
+    start, stop = block.mcore_box[axis]
+    for first in range(start, stop, rows):
+        band = (first, min(first + rows, stop))
+        cut = block.within((*block.mcore_box[:axis], band, *block.mcore_box[axis + 1 :]))
+        assert cut is not None
+        yield cut
+
+
+def _check_cover(table: Sequence[TensorMap], parts: dict[str, list[_Part]]) -> None:
+    """Each of the table's tensors is covered exactly once, and nothing else exists."""
+    check_shards(table, {name: of_name[0].global_shape for name, of_name in parts.items()})
+    problems = [f"no rank owns {op.mcore_name}" for op in table if op.mcore_name not in parts]
+    for name, of_name in parts.items():
+        owned = sum(prod(b - a for a, b in p.box) for p in of_name)
+        if owned != prod(of_name[0].global_shape) or len({p.box for p in of_name}) != len(of_name):
+            problems.append(f"{name}: owners hold {owned} of {prod(of_name[0].global_shape)} elements")
+    raise_problems("trainer shards do not make up the model", problems)

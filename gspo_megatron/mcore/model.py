@@ -30,7 +30,14 @@ from torch import Tensor
 from gspo_megatron.config import OptimizerConfig, Recipe
 from gspo_megatron.convert.families import qwen3_moe
 from gspo_megatron.convert.hf_io import TensorReader, random_tensors, read_config, write_hf_dir
-from gspo_megatron.convert.ops import ConversionError, Op, check_names_and_shapes
+from gspo_megatron.convert.ops import (
+    Box,
+    ConversionError,
+    TensorMap,
+    check_names_and_shapes,
+    check_table,
+    slices,
+)
 from gspo_megatron.convert.shards import Gatherer, Shard, load_shards
 from gspo_megatron.mcore.attention import PackedCoreAttention, TorchRMSNorm
 from gspo_megatron.mcore.parallel import Parallel
@@ -57,6 +64,8 @@ _CUDA_CONFIG = {
 }
 _EXTRA_STATE = "_extra_state"
 """In the name of what Transformer Engine keeps beside parameters: FP8 scales."""
+EXPORT_BUCKET_BYTES = 512 * 2**20
+"""What rank 0 holds of the weights while it writes them, or the largest tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +76,7 @@ class Policy:
     """DistributedDataParallel modules: one, or one per virtual pipeline stage."""
     config: TransformerConfig
     parallel: Parallel
-    ops: list[Op]
+    ops: list[TensorMap]
     """The family's table, Hugging Face <-> Megatron."""
     vocab_size: int
     """Without padding."""
@@ -190,6 +199,8 @@ def build_policy(recipe: Recipe, parallel: Parallel) -> Policy:
     """Build this rank's chunks; the weights are whatever the constructors leave. Collective (DDP buffers)."""
     hf_config = read_config(Path(recipe.model.hf_dir))
     config, arguments = make_config(hf_config, recipe, parallel)
+    ops = qwen3_moe.op_list(hf_config)
+    check_table(ops)
     padded = padded_vocab_size(arguments.vocab_size, parallel.tp_size)
     stages = config.virtual_pipeline_model_parallel_size or 1
     modules = [_chunk(recipe, config, arguments, padded, s if stages > 1 else None) for s in range(stages)]
@@ -215,7 +226,7 @@ def build_policy(recipe: Recipe, parallel: Parallel) -> Policy:
         chunks=chunks,
         config=config,
         parallel=parallel,
-        ops=qwen3_moe.op_list(hf_config, padded_vocab_size=padded),
+        ops=ops,
         vocab_size=arguments.vocab_size,
         fp32_lm_head=recipe.model.fp32_lm_head,
         routing_replay=RoutingReplay(modules, config),
@@ -291,13 +302,17 @@ def load_hf_weights(policy: Policy, optimizer: Any, read: TensorReader | dict[st
     Raises:
         ConversionError: names or shapes do not fit config.json; checked before a byte moves.
     """
-    if isinstance(read, dict):
-        shapes, get = {n: tuple(t.shape) for n, t in read.items()}, read.__getitem__
-    else:
-        shapes, get = read.shapes(), read.__call__
-    check_names_and_shapes(policy.ops, shapes, where)
-    load_shards(policy.shards(), policy.ops, get)
+    check_names_and_shapes(policy.ops, _shapes_of(read), where)
+
+    def read_box(name: str, box: Box) -> Tensor:
+        return read[name][slices(box)] if isinstance(read, dict) else read.read_box(name, box)
+
+    load_shards(policy.shards(), policy.ops, read_box)
     optimizer.reload_model_params()
+
+
+def _shapes_of(read: TensorReader | dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {n: tuple(t.shape) for n, t in read.items()} if isinstance(read, dict) else read.shapes()
 
 
 def load_initial_weights(policy: Policy, optimizer: Any, recipe: Recipe) -> None:
@@ -315,10 +330,11 @@ def export_hf(policy: Policy, out_dir: Path, companions_from: Path) -> None:
     Raises:
         ConversionError: out_dir exists; on rank 0, RankZeroFailed on the others.
     """
-    tensors = Gatherer(policy.shards(), policy.ops).hf_tensors()
+    buckets = Gatherer(policy.shards(), policy.ops).buckets(EXPORT_BUCKET_BYTES)
     if policy.parallel.rank != 0:
-        for _ in tensors:
-            raise AssertionError("only rank 0 receives tensors")
+        for _ in buckets:
+            pass
+    tensors = (item for bucket in buckets for item in bucket)
 
     def write() -> None:
         try:

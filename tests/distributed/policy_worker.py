@@ -10,14 +10,14 @@ from torch import Tensor
 from gspo_megatron.batch import TrainSequence, pack_batch
 from gspo_megatron.config import load_recipe
 from gspo_megatron.convert.hf_io import random_tensors
-from gspo_megatron.convert.ops import Op
+from gspo_megatron.convert.ops import TensorMap
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "gspo-tiny-moe-cpu.yaml"
 HF_DIR = ROOT / "recipes" / "tiny-moe"
 
 
-def tiny_tensors(ops: list[Op]) -> dict[str, Tensor]:
+def tiny_tensors(ops: list[TensorMap]) -> dict[str, Tensor]:
     """Seeded weights with norms away from 1, so that a swapped norm shows."""
     generator = torch.Generator().manual_seed(5)
     tensors = dict(random_tensors(ops, std=0.08, seed=4))
@@ -57,7 +57,8 @@ def hf_tensors(policy: Any) -> dict[str, Tensor]:
     """The live weights on rank 0. Collective."""
     from gspo_megatron.convert.shards import Gatherer
 
-    return {name: tensor.clone() for name, tensor in Gatherer(policy.shards(), policy.ops).hf_tensors()}
+    buckets = Gatherer(policy.shards(), policy.ops).buckets(100_000)
+    return {name: tensor for bucket in buckets for name, tensor in bucket}
 
 
 def hf_view_of(policy: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:

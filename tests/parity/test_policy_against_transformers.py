@@ -95,7 +95,7 @@ def in_order(actual: dict[str, Any]) -> list[int]:
 @pytest.fixture(scope="module")
 def want(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     hf_dir = tmp_path_factory.mktemp("parity") / "hf"
-    ops = op_list(read_config(HF_DIR), padded_vocab_size=48)
+    ops = op_list(read_config(HF_DIR))
     write_hf_dir(hf_dir, tiny_tensors(ops).items(), HF_DIR)
     return by_transformers(hf_dir, tiny_sequences())
 

@@ -1,6 +1,7 @@
-"""Conversion operations on weights whose every value is different, so that a swap shows; and Qwen3-MoE's table."""
+"""Blocks between tensors on weights whose every value is different, so that a swap shows; and Qwen3-MoE's table."""
 
 import json
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,19 @@ from torch import Tensor
 from gspo_megatron.convert.families.qwen3_moe import op_list, transformer_config
 from gspo_megatron.convert.hf_io import TensorReader, read_config
 from gspo_megatron.convert.ops import (
+    Box,
     ConversionError,
-    FuseQKV,
-    Op,
-    PadVocab,
-    Rename,
-    StackExperts,
+    TensorMap,
     check_names_and_shapes,
+    check_table,
+    extent,
+    fuse_qkv,
+    fuse_rows,
+    rename,
+    slices,
+    stack,
+    transpose,
+    whole,
 )
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny-moe"
@@ -35,44 +42,90 @@ QWEN3_30B_A3B = json.loads("""
   "use_sliding_window": false, "vocab_size": 151936
 }
 """)
-OPS: dict[str, Op] = {
-    "rename": Rename("m", "h", (3, 5)),
-    "qkv": FuseQKV("m", ("q", "k", "v"), num_heads=6, num_groups=2, head_dim=3, hidden=5),
-    "qkv_without_groups": FuseQKV("m", ("q", "k", "v"), num_heads=4, num_groups=4, head_dim=2, hidden=5),
-    "gate_up": StackExperts("m", tuple(f"{e}.{p}" for e in range(3) for p in ("gate", "up")), 2, (4, 5)),
-    "down": StackExperts("m", tuple(f"{e}.down" for e in range(3)), 1, (5, 4)),
-    "vocab": PadVocab("m", "h", (7, 5), 12),
-    "vocab_without_padding": PadVocab("m", "h", (8, 5), 8),
+HEADS = {"num_heads": 6, "num_groups": 2, "head_dim": 3}
+OPS: dict[str, TensorMap] = {
+    "rename": rename("m", "h", (3, 5)),
+    "rename_vector": rename("m", "h", (7,)),
+    "transpose": transpose("m", "h", (2, 3, 5)),
+    "qkv": fuse_qkv("m", ("q", "k", "v"), **HEADS, trailing=(5,)),
+    "qkv_bias": fuse_qkv("m", ("q", "k", "v"), **HEADS, trailing=()),
+    "qkv_without_groups": fuse_qkv("m", ("q", "k", "v"), num_heads=4, num_groups=4, head_dim=2, trailing=(5,)),
+    "gate_up": fuse_rows("m", {"gate": (4, 5), "up": (4, 5)}),
+    "experts_gate_up": stack("m", [{f"{e}.gate": (4, 5), f"{e}.up": (4, 5)} for e in range(3)]),
+    "experts_down": stack("m", [{f"{e}.down": (5, 4)} for e in range(3)]),
+    "fused_experts": rename("m", "h", (3, 8, 5)),
 }
 
 
-def arange_tensors(ops: list[Op]) -> dict[str, Tensor]:
+def arange_tensors(ops: list[TensorMap]) -> dict[str, Tensor]:
     """One running number over all tensors, exact in float32."""
     tensors, first = {}, 1
     for op in ops:
-        for name, shape in zip(op.hf_names, op.hf_shapes, strict=True):
+        for name, shape in op.hf_shapes.items():
             tensors[name] = torch.arange(first, first + prod(shape), dtype=torch.float32).view(shape)
             first += prod(shape)
     assert first < 2**24
     return tensors
 
 
+def reader(tensors: dict[str, Tensor]) -> Callable[[str, Box], Tensor]:
+    return lambda name, box: tensors[name][slices(box)]
+
+
+def to_mcore(op: TensorMap, tensors: dict[str, Tensor]) -> Tensor:
+    return op.read_mcore(whole(op.shape), reader(tensors))
+
+
+def to_hf(op: TensorMap, mcore: Tensor) -> dict[str, Tensor]:
+    return {name: op.read_hf(name, lambda box: mcore[slices(box)]) for name in op.hf_shapes}
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_there_and_back_is_bitwise(name: str) -> None:
     op = OPS[name]
+    check_table([op])
     tensors = arange_tensors([op])
-    mcore = op.to_mcore([tensors[n] for n in op.hf_names])
-    back = op.to_hf(mcore)
-    assert all(t.is_contiguous() for t in back)
-    for n, tensor in zip(op.hf_names, back, strict=True):
-        assert torch.equal(tensor, tensors[n]), n
-    assert torch.equal(op.to_mcore(back), mcore)
+    mcore = to_mcore(op, tensors)
+    assert mcore.shape == op.shape
+    assert mcore.unique().numel() == mcore.numel() == sum(t.numel() for t in tensors.values()), "each element once"
+    back = to_hf(op, mcore)
+    assert back.keys() == tensors.keys()
+    for n, tensor in back.items():
+        assert tensor.shape == tensors[n].shape and torch.equal(tensor, tensors[n]), n
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_any_box_is_that_part_of_the_whole(name: str) -> None:
+    op = OPS[name]
+    tensors = arange_tensors([op])
+    mcore = to_mcore(op, tensors)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(40):
+        ends = [sorted((torch.randperm(n + 1, generator=generator)[:2]).tolist()) for n in op.shape]
+        box = tuple((a, b) for a, b in ends)
+        assert torch.equal(op.read_mcore(box, reader(tensors)), mcore[slices(box)]), box
+        out = torch.full(extent(box), torch.nan)
+        op.load_into(out, box, reader(tensors))
+        assert torch.equal(out, mcore[slices(box)]), box
+
+
+def test_box_reads_only_what_it_holds() -> None:
+    op, asked = OPS["experts_gate_up"], []
+    tensors = arange_tensors([op])
+
+    def read(name: str, box: Box) -> Tensor:
+        asked.append((name, box))
+        return tensors[name][slices(box)]
+
+    op.read_mcore(((1, 2), (2, 6), (0, 3)), read)
+    assert asked == [("1.gate", ((2, 4), (0, 3))), ("1.up", ((0, 2), (0, 3)))]
 
 
 def test_qkv_holds_per_group_its_queries_then_its_key_then_its_value() -> None:
     heads, groups, head_dim = 6, 2, 3
-    op = FuseQKV("m", ("q", "k", "v"), heads, groups, head_dim, hidden=5)
-    q, k, v = arange_tensors([op]).values()
+    op = OPS["qkv"]
+    tensors = arange_tensors([op])
+    q, k, v = tensors.values()
     rows = []
     for group in range(groups):
         for head in range(heads):
@@ -80,26 +133,42 @@ def test_qkv_holds_per_group_its_queries_then_its_key_then_its_value() -> None:
                 rows += [q[head * head_dim + i] for i in range(head_dim)]
         rows += [k[group * head_dim + i] for i in range(head_dim)]
         rows += [v[group * head_dim + i] for i in range(head_dim)]
-    assert torch.equal(op.to_mcore([q, k, v]), torch.stack(rows))
+    assert torch.equal(to_mcore(op, tensors), torch.stack(rows))
 
 
 def test_experts_are_stacked_in_order_with_gate_before_up() -> None:
-    op = OPS["gate_up"]
+    op = OPS["experts_gate_up"]
     tensors = arange_tensors([op])
-    stacked = op.to_mcore([tensors[n] for n in op.hf_names])
+    stacked = to_mcore(op, tensors)
     assert stacked.shape == (3, 8, 5)
     for expert in range(3):
         assert torch.equal(stacked[expert, :4], tensors[f"{expert}.gate"])
         assert torch.equal(stacked[expert, 4:], tensors[f"{expert}.up"])
 
 
-def test_vocabulary_padding_is_zero_in_megatron_and_ignored_on_the_way_back() -> None:
-    op = OPS["vocab"]
+def test_transposed_tensor_has_its_last_axes_swapped() -> None:
+    op = OPS["transpose"]
     tensors = arange_tensors([op])
-    padded = op.to_mcore([tensors["h"]])
-    assert padded.shape == (12, 5) and padded[7:].count_nonzero() == 0
-    padded[7:] = torch.nan  # whatever training left there
-    assert torch.equal(op.to_hf(padded)[0], tensors["h"])
+    assert tensors["h"].shape == (2, 5, 3)
+    assert torch.equal(to_mcore(op, tensors), tensors["h"].mT)
+
+
+def test_vocabulary_padding_of_a_shard_is_zero() -> None:
+    op = rename("m", "h", (7, 5), is_vocab=True)
+    tensors = arange_tensors([op])
+    for box, rows in ((((4, 8), (0, 5)), 3), (((8, 12), (0, 5)), 0)):  # a part of it, and nothing else
+        out = torch.full((4, 5), torch.nan)
+        op.load_into(out, box, reader(tensors))
+        assert torch.equal(out[:rows], tensors["h"][4 : 4 + rows]) and out[rows:].count_nonzero() == 0
+
+
+def test_table_that_is_not_invertible_is_refused() -> None:
+    twice = [rename("m1", "h", (3,)), rename("m2", "h", (3,))]
+    with pytest.raises(ConversionError, match="h: occurs twice"):
+        check_table(twice)
+    uneven = fuse_qkv("m", ("q", "k", "v"), num_heads=5, num_groups=2, head_dim=3, trailing=(4,))
+    with pytest.raises(ConversionError, match="q: the blocks do not use all of"):
+        check_table([uneven])
 
 
 @pytest.fixture(scope="module")
@@ -110,18 +179,17 @@ def by_transformers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str,
     folder = tmp_path_factory.mktemp("transformers")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY))
     model.save_pretrained(folder)
-    reader = TensorReader(folder)
-    return {name: reader(name) for name in reader.shapes()}, model.state_dict()
+    files = TensorReader(folder)
+    return {name: files(name) for name in files.shapes()}, model.state_dict()
 
 
 def test_table_has_the_names_and_shapes_that_transformers_writes(
     by_transformers: tuple[dict[str, Tensor], dict[str, Tensor]],
 ) -> None:
     saved, _ = by_transformers
-    ops = op_list(read_config(TINY), padded_vocab_size=48)
-    names = [name for op in ops for name in op.hf_names]
-    assert len(names) == len(set(names)) and len({op.mcore_name for op in ops}) == len(ops)
-    table = {name: shape for op in ops for name, shape in zip(op.hf_names, op.hf_shapes, strict=True)}
+    ops = op_list(read_config(TINY))
+    check_table(ops)
+    table = {name: shape for op in ops for name, shape in op.hf_shapes.items()}
     assert table == {name: tuple(tensor.shape) for name, tensor in saved.items()}
 
 
@@ -129,34 +197,31 @@ def test_table_stacks_experts_as_transformers_holds_them(
     by_transformers: tuple[dict[str, Tensor], dict[str, Tensor]],
 ) -> None:
     saved, held = by_transformers
-    table = {op.mcore_name: op for op in op_list(read_config(TINY), padded_vocab_size=48)}
+    table = {op.mcore_name: op for op in op_list(read_config(TINY))}
     for layer in range(4):
         for mcore_part, hf_part in (("linear_fc1.weight", "gate_up_proj"), ("linear_fc2.weight", "down_proj")):
             op = table[f"decoder.layers.{layer}.mlp.experts.experts.{mcore_part}"]
-            stacked = op.to_mcore([saved[name] for name in op.hf_names])
-            assert torch.equal(stacked, held[f"model.layers.{layer}.mlp.experts.{hf_part}"])
+            assert torch.equal(to_mcore(op, saved), held[f"model.layers.{layer}.mlp.experts.{hf_part}"])
 
 
 def test_whole_model_there_and_back_is_bitwise() -> None:
-    hf_config = read_config(TINY)
-    for padded in (48, 64):
-        ops = op_list(hf_config, padded_vocab_size=padded)
-        tensors = arange_tensors(ops)
-        for op in ops:
-            back = op.to_hf(op.to_mcore([tensors[n] for n in op.hf_names]))
-            for name, tensor in zip(op.hf_names, back, strict=True):
-                assert torch.equal(tensor, tensors.pop(name)), name
-        assert tensors == {}
+    ops = op_list(read_config(TINY))
+    tensors = arange_tensors(ops)
+    for op in ops:
+        for name, tensor in to_hf(op, to_mcore(op, tensors)).items():
+            assert torch.equal(tensor, tensors.pop(name)), name
+    assert tensors == {}
 
 
 def test_tied_embeddings_leave_out_the_head() -> None:
-    untied = {op.mcore_name for op in op_list(read_config(TINY), padded_vocab_size=48)}
-    tied = {op.mcore_name for op in op_list(read_config(TINY) | {"tie_word_embeddings": True}, padded_vocab_size=48)}
+    untied = {op.mcore_name for op in op_list(read_config(TINY))}
+    tied = {op.mcore_name for op in op_list(read_config(TINY) | {"tie_word_embeddings": True})}
     assert untied - tied == {"output_layer.weight"}
 
 
 def test_check_lists_what_is_missing_surplus_and_misshapen() -> None:
-    ops = [Rename("m1", "one", (2, 3)), FuseQKV("m2", ("q", "k", "v"), 4, 2, 3, 5), Rename("m3", "two", (4,))]
+    qkv = fuse_qkv("m2", ("q", "k", "v"), num_heads=4, num_groups=2, head_dim=3, trailing=(5,))
+    ops = [rename("m1", "one", (2, 3)), qkv, rename("m3", "two", (4,))]
     found = {name: tuple(tensor.shape) for name, tensor in arange_tensors(ops).items()}
     check_names_and_shapes(ops, found, "here")
     del found["one"]
@@ -164,7 +229,7 @@ def test_check_lists_what_is_missing_surplus_and_misshapen() -> None:
     with pytest.raises(ConversionError) as error:
         check_names_and_shapes(ops, found, "some/folder")
     assert str(error.value).splitlines() == [
-        "some/folder: 3 tensor(s) do not fit config.json",
+        "some/folder: tensors do not fit config.json (3 problem(s))",
         "  missing one (2, 3)",
         "  surplus extra.bias (9,)",
         "  k has shape (5, 6), config.json wants (6, 5)",
@@ -172,11 +237,11 @@ def test_check_lists_what_is_missing_surplus_and_misshapen() -> None:
 
 
 def test_check_of_a_wholly_other_model_stays_readable() -> None:
-    ops = op_list(read_config(TINY), padded_vocab_size=48)
+    ops = op_list(read_config(TINY))
     with pytest.raises(ConversionError) as error:
         check_names_and_shapes(ops, {}, "here")
     lines = str(error.value).splitlines()
-    assert len(lines) == 22 and lines[0].startswith("here: 135 tensor(s)") and lines[-1] == "  ... and 115 more"
+    assert len(lines) == 22 and "(135 problem(s))" in lines[0] and lines[-1] == "  ... and 115 more"
 
 
 def test_published_30b_config_is_understood_in_full() -> None:
@@ -205,9 +270,10 @@ def test_published_30b_config_is_understood_in_full() -> None:
 
 
 def test_30b_table_has_every_parameter() -> None:
-    for padded in (151936, 152064):
-        ops = op_list(QWEN3_30B_A3B, padded_vocab_size=padded)
-        assert sum(prod(shape) for op in ops for shape in op.hf_shapes) == 30_532_122_624
+    ops = op_list(QWEN3_30B_A3B)
+    check_table(ops)
+    assert sum(prod(shape) for op in ops for shape in op.hf_shapes.values()) == 30_532_122_624
+    assert sum(prod(op.shape) for op in ops) == 30_532_122_624
 
 
 def test_both_spellings_of_transformers_give_the_same_arguments() -> None:

@@ -1,4 +1,4 @@
-"""Buckets of a weight push, and the thread that its collectives run in."""
+"""The thread that the collectives of a weight push run in."""
 
 import asyncio
 import sys
@@ -6,22 +6,9 @@ import threading
 import time
 
 import pytest
-import torch
 
 from gspo_megatron.engine import RolloutError
-from gspo_megatron.weight_sync import _in_daemon_thread, buckets
-
-
-def tensors(*sizes):
-    return [(f"t{i}", torch.full((n,), float(i))) for i, n in enumerate(sizes)]
-
-
-def test_buckets_keep_order_and_limit_and_lose_nothing():
-    stream = tensors(3, 2, 1, 9, 1)
-    cut = list(buckets(iter(stream), max_bytes=5 * 4))
-    assert [[name for name, _ in bucket] for bucket in cut] == [["t0", "t1"], ["t2"], ["t3"], ["t4"]]
-    assert [pair for bucket in cut for pair in bucket] == stream
-    assert list(buckets(iter([]), max_bytes=4)) == []
+from gspo_megatron.weight_sync import _in_daemon_thread
 
 
 def test_failed_call_is_not_kept_waiting_by_a_blocked_collective():

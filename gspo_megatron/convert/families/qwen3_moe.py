@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_megatron.convert.ops import ConversionError, FuseQKV, Op, PadVocab, Rename, StackExperts
+from gspo_megatron.convert.ops import ConversionError, TensorMap, fuse_qkv, rename, stack
 
 MODEL_TYPE = "qwen3_moe"
 
@@ -98,17 +98,15 @@ def transformer_config(hf: dict[str, Any]) -> tuple[dict[str, Any], ModelArgumen
     return fields, arguments
 
 
-def op_list(hf: dict[str, Any], *, padded_vocab_size: int) -> list[Op]:
+def op_list(hf: dict[str, Any]) -> list[TensorMap]:
     """Every tensor of the model, once."""
     hidden, vocab = hf["hidden_size"], hf["vocab_size"]
-    ops: list[Op] = [
-        PadVocab("embedding.word_embeddings.weight", "model.embed_tokens.weight", (vocab, hidden), padded_vocab_size)
-    ]
+    ops = [rename("embedding.word_embeddings.weight", "model.embed_tokens.weight", (vocab, hidden), is_vocab=True)]
     for layer in range(hf["num_hidden_layers"]):
         ops += _layer(hf, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
-    ops.append(Rename("decoder.final_layernorm.weight", "model.norm.weight", (hidden,)))
+    ops.append(rename("decoder.final_layernorm.weight", "model.norm.weight", (hidden,)))
     if not hf["tie_word_embeddings"]:
-        ops.append(PadVocab("output_layer.weight", "lm_head.weight", (vocab, hidden), padded_vocab_size))
+        ops.append(rename("output_layer.weight", "lm_head.weight", (vocab, hidden), is_vocab=True))
     return ops
 
 
@@ -116,22 +114,23 @@ def _num_experts(hf: dict[str, Any]) -> int:
     return int(hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"])
 
 
-def _layer(hf: dict[str, Any], m: str, h: str) -> list[Op]:
+def _layer(hf: dict[str, Any], m: str, h: str) -> list[TensorMap]:
     """Operations of one layer; m and h are the two name prefixes."""
     hidden, ffn, head_dim = hf["hidden_size"], hf["moe_intermediate_size"], hf["head_dim"]
-    heads, groups, experts = hf["num_attention_heads"], hf["num_key_value_heads"], range(_num_experts(hf))
+    heads, groups, num_experts = hf["num_attention_heads"], hf["num_key_value_heads"], _num_experts(hf)
     attention, qkv = f"{h}self_attn.", f"{m}self_attention.linear_qkv."
-    gate_up = tuple(f"{h}mlp.experts.{e}.{p}_proj.weight" for e in experts for p in ("gate", "up"))
-    down = tuple(f"{h}mlp.experts.{e}.down_proj.weight" for e in experts)
-    q, k, v = (f"{attention}{p}_proj.weight" for p in "qkv")
+    heads_shape = {"num_heads": heads, "num_groups": groups, "head_dim": head_dim}
+    experts = [f"{h}mlp.experts.{e}." for e in range(num_experts)]
+    gate_up = [{f"{e}gate_proj.weight": (ffn, hidden), f"{e}up_proj.weight": (ffn, hidden)} for e in experts]
+    down = [{f"{e}down_proj.weight": (hidden, ffn)} for e in experts]
     return [
-        Rename(f"{qkv}layer_norm_weight", f"{h}input_layernorm.weight", (hidden,)),
-        FuseQKV(f"{qkv}weight", (q, k, v), heads, groups, head_dim, hidden),
-        Rename(f"{m}self_attention.q_layernorm.weight", f"{attention}q_norm.weight", (head_dim,)),
-        Rename(f"{m}self_attention.k_layernorm.weight", f"{attention}k_norm.weight", (head_dim,)),
-        Rename(f"{m}self_attention.linear_proj.weight", f"{attention}o_proj.weight", (hidden, heads * head_dim)),
-        Rename(f"{m}pre_mlp_layernorm.weight", f"{h}post_attention_layernorm.weight", (hidden,)),
-        Rename(f"{m}mlp.router.weight", f"{h}mlp.gate.weight", (len(experts), hidden)),
-        StackExperts(f"{m}mlp.experts.experts.linear_fc1.weight", gate_up, 2, (ffn, hidden)),
-        StackExperts(f"{m}mlp.experts.experts.linear_fc2.weight", down, 1, (hidden, ffn)),
+        rename(f"{qkv}layer_norm_weight", f"{h}input_layernorm.weight", (hidden,)),
+        fuse_qkv(f"{qkv}weight", [f"{attention}{p}_proj.weight" for p in "qkv"], **heads_shape, trailing=(hidden,)),
+        rename(f"{m}self_attention.q_layernorm.weight", f"{attention}q_norm.weight", (head_dim,)),
+        rename(f"{m}self_attention.k_layernorm.weight", f"{attention}k_norm.weight", (head_dim,)),
+        rename(f"{m}self_attention.linear_proj.weight", f"{attention}o_proj.weight", (hidden, heads * head_dim)),
+        rename(f"{m}pre_mlp_layernorm.weight", f"{h}post_attention_layernorm.weight", (hidden,)),
+        rename(f"{m}mlp.router.weight", f"{h}mlp.gate.weight", (num_experts, hidden)),
+        stack(f"{m}mlp.experts.experts.linear_fc1.weight", gate_up),
+        stack(f"{m}mlp.experts.experts.linear_fc2.weight", down),
     ]
