@@ -29,7 +29,7 @@ from torch import Tensor
 
 from gspo_megatron.config import OptimizerConfig, Recipe
 from gspo_megatron.convert.families import qwen3_moe
-from gspo_megatron.convert.hf_io import TensorReader, random_tensors, read_config, write_hf_dir
+from gspo_megatron.convert.hf_io import TensorReader, read_config, write_hf_dir
 from gspo_megatron.convert.ops import (
     Box,
     ConversionError,
@@ -313,15 +313,6 @@ def load_hf_weights(policy: Policy, optimizer: Any, read: TensorReader | dict[st
 
 def _shapes_of(read: TensorReader | dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {n: tuple(t.shape) for n, t in read.items()} if isinstance(read, dict) else read.shapes()
-
-
-def load_initial_weights(policy: Policy, optimizer: Any, recipe: Recipe) -> None:
-    """Weights as model.init says: from model.hf_dir, or drawn from the seed; the same for every layout."""
-    if recipe.model.init == "random":
-        tensors = random_tensors(policy.ops, std=policy.config.init_method_std, seed=recipe.seed)
-        load_hf_weights(policy, optimizer, dict(tensors), "random")
-    else:
-        load_hf_weights(policy, optimizer, TensorReader(Path(recipe.model.hf_dir)), recipe.model.hf_dir)
 
 
 def export_hf(policy: Policy, out_dir: Path, companions_from: Path) -> None:
