@@ -28,7 +28,8 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from gspo_megatron.config import OptimizerConfig, Recipe
-from gspo_megatron.convert.families import qwen3_moe
+from gspo_megatron.convert.families import family_of
+from gspo_megatron.convert.family import ModelArguments
 from gspo_megatron.convert.hf_io import TensorReader, random_tensors, read_config, write_hf_dir
 from gspo_megatron.convert.ops import (
     Box,
@@ -161,9 +162,9 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 
 def make_config(
     hf_config: dict[str, Any], recipe: Recipe, parallel: Parallel
-) -> tuple[TransformerConfig, qwen3_moe.ModelArguments]:
+) -> tuple[TransformerConfig, ModelArguments]:
     """TransformerConfig from config.json, the recipe's layout and its pass-through keys."""
-    fields, arguments = qwen3_moe.transformer_config(hf_config)
+    fields, arguments = family_of(hf_config).transformer_config(hf_config)
     p = recipe.parallel
     dtype = getattr(torch, recipe.model.dtype)
     interleaved = p.virtual_pipeline_model_parallel_size is not None
@@ -199,7 +200,7 @@ def build_policy(recipe: Recipe, parallel: Parallel) -> Policy:
     """Build this rank's chunks; the weights are whatever the constructors leave. Collective (DDP buffers)."""
     hf_config = read_config(Path(recipe.model.hf_dir))
     config, arguments = make_config(hf_config, recipe, parallel)
-    ops = qwen3_moe.op_list(hf_config)
+    ops = family_of(hf_config).op_list(hf_config)
     check_table(ops)
     padded = padded_vocab_size(arguments.vocab_size, parallel.tp_size)
     stages = config.virtual_pipeline_model_parallel_size or 1
@@ -234,7 +235,7 @@ def build_policy(recipe: Recipe, parallel: Parallel) -> Policy:
 
 
 def _chunk(
-    recipe: Recipe, config: TransformerConfig, arguments: qwen3_moe.ModelArguments, padded: int, vp_stage: int | None
+    recipe: Recipe, config: TransformerConfig, arguments: ModelArguments, padded: int, vp_stage: int | None
 ) -> GPTModel:
     use_te = recipe.device == "cuda"
     spec = get_gpt_decoder_block_spec(
