@@ -25,7 +25,7 @@ from rich.console import Console
 from gspo_megatron.checks import is_hf_weights
 from gspo_megatron.cold_start import cold_start_dir
 from gspo_megatron.config import ConfigError, Recipe, dump_recipe, load_recipe
-from gspo_megatron.convert.families.qwen3_moe import op_list, transformer_config
+from gspo_megatron.convert.families import family_of
 from gspo_megatron.convert.hf_io import TensorReader, read_config
 from gspo_megatron.convert.ops import ConversionError, check_names_and_shapes
 from gspo_megatron.engine import Engine, RolloutError, server_environment, take_port
@@ -90,7 +90,8 @@ def check_model_config(recipe: Recipe) -> None:
         ConfigError: what of config.json is not understood.
     """
     try:
-        transformer_config(read_config(Path(recipe.model.hf_dir)))
+        hf_config = read_config(Path(recipe.model.hf_dir))
+        family_of(hf_config).transformer_config(hf_config)
     except ConversionError as error:
         raise ConfigError(f"model.hf_dir={recipe.model.hf_dir}: {error}") from error
 
@@ -119,7 +120,8 @@ def check_weights(model_dir: Path) -> None:
     """
     if is_hf_weights(model_dir):
         config = read_config(model_dir)
-        check_names_and_shapes(op_list(config), TensorReader(model_dir).shapes(), str(model_dir))
+        ops = family_of(config).op_list(config)
+        check_names_and_shapes(ops, TensorReader(model_dir).shapes(), str(model_dir))
 
 
 def _interrupt(signal_number: int, frame: Any) -> None:

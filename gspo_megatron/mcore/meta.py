@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gspo_megatron.convert.families.qwen3_moe import ModelArguments
+from gspo_megatron.convert.family import ModelArguments
 from gspo_megatron.convert.shards import Shard
 from gspo_megatron.mcore import te_construct
 from gspo_megatron.mcore.model import DEVICE_FIELDS, Spec, gpt_chunks, sharded_state_dict, shards

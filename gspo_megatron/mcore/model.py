@@ -30,7 +30,8 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from gspo_megatron.config import OptimizerConfig, Recipe
-from gspo_megatron.convert.families import qwen3_moe
+from gspo_megatron.convert.families import family_of
+from gspo_megatron.convert.family import ModelArguments
 from gspo_megatron.convert.hf_io import TensorReader, read_config, write_hf_dir
 from gspo_megatron.convert.ops import (
     Box,
@@ -174,12 +175,12 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // tp_size) * tp_size
 
 
-def config_fields(hf_config: dict[str, Any], recipe: Recipe) -> tuple[dict[str, Any], qwen3_moe.ModelArguments]:
+def config_fields(hf_config: dict[str, Any], recipe: Recipe) -> tuple[dict[str, Any], ModelArguments]:
     """TransformerConfig's fields from config.json, the recipe's layout and its pass-through keys.
 
     Without DEVICE_FIELDS, which go below them.
     """
-    fields, arguments = qwen3_moe.transformer_config(hf_config)
+    fields, arguments = family_of(hf_config).transformer_config(hf_config)
     p = recipe.parallel
     dtype = getattr(torch, recipe.model.dtype)
     interleaved = p.virtual_pipeline_model_parallel_size is not None
@@ -215,7 +216,7 @@ def build_policy(recipe: Recipe, parallel: Parallel) -> Policy:
     """Build this rank's chunks; the weights are whatever the constructors leave. Collective (DDP buffers)."""
     hf_config = read_config(Path(recipe.model.hf_dir))
     fields, arguments = config_fields(hf_config, recipe)
-    ops = qwen3_moe.op_list(hf_config)
+    ops = family_of(hf_config).op_list(hf_config)
     check_table(ops)
     spec: Spec = "local" if recipe.device == "cpu" else "transformer_engine"
     config = TransformerConfig(**{**DEVICE_FIELDS[spec], **fields})
@@ -249,14 +250,14 @@ def build_policy(recipe: Recipe, parallel: Parallel) -> Policy:
     )
 
 
-def gpt_chunks(config: TransformerConfig, arguments: qwen3_moe.ModelArguments, spec: Spec) -> list[GPTModel]:
+def gpt_chunks(config: TransformerConfig, arguments: ModelArguments, spec: Spec) -> list[GPTModel]:
     """This rank's bare chunks, one per virtual pipeline stage. Needs megatron-core's parallel state, moves no data."""
     stages = config.virtual_pipeline_model_parallel_size or 1
     return [_chunk(config, arguments, spec, stage if stages > 1 else None) for stage in range(stages)]
 
 
 def _chunk(
-    config: TransformerConfig, arguments: qwen3_moe.ModelArguments, spec: Spec, vp_stage: int | None
+    config: TransformerConfig, arguments: ModelArguments, spec: Spec, vp_stage: int | None
 ) -> GPTModel:
     block = get_gpt_decoder_block_spec(
         config,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gspo_megatron.config import ParallelConfig, load_recipe
-from gspo_megatron.convert.families import qwen3_moe
+from gspo_megatron.convert.families import family_of
 from gspo_megatron.convert.hf_io import read_config
 from tests.distributed.policy_worker import HF_DIR, RECIPE
 from tests.distributed.spawn import spawn
@@ -146,7 +146,7 @@ def global_shapes(cuts):
 def converter_shapes(case):
     """{mcore_name: global shape} of the family's table, the vocabulary padded as the model pads it."""
     tp_size = case.parallel.tensor_model_parallel_size
-    shapes = {op.mcore_name: tuple(op.shape) for op in qwen3_moe.op_list(case.hf)}
+    shapes = {op.mcore_name: tuple(op.shape) for op in family_of(case.hf).op_list(case.hf)}
     return {
         name: (-(-shape[0] // tp_size) * tp_size, *shape[1:]) if name in VOCAB_NAMES else shape
         for name, shape in shapes.items()

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gspo_megatron.convert.families.qwen3_moe import op_list, transformer_config
+from gspo_megatron.convert.families import family_of
+from gspo_megatron.convert.family import ModelArguments
 from gspo_megatron.convert.hf_io import TensorReader, read_config
 from gspo_megatron.convert.ops import (
     Box,
@@ -29,6 +30,16 @@ from gspo_megatron.convert.ops import (
 from tests.models import QWEN3_30B_A3B
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny-moe"
+
+
+def op_list(hf: dict[str, Any]) -> list[TensorMap]:
+    return family_of(hf).op_list(hf)
+
+
+def transformer_config(hf: dict[str, Any]) -> tuple[dict[str, Any], ModelArguments]:
+    return family_of(hf).transformer_config(hf)
+
+
 HEADS = {"num_heads": 6, "num_groups": 2, "head_dim": 3}
 OPS: dict[str, TensorMap] = {
     "rename": rename("m", "h", (3, 5)),
@@ -287,7 +298,6 @@ def test_gates_that_are_not_renormalised_come_from_the_full_softmax() -> None:
         ({"decoder_sparse_step": 2}, "decoder_sparse_step=2: only 1 is implemented"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu': only 'silu' is implemented"),
         ({"use_sliding_window": True}, "use_sliding_window=True: only False is implemented"),
-        ({"model_type": "qwen3"}, "model_type='qwen3': wants 'qwen3_moe'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "only the default RoPE is implemented"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "only the default RoPE is implemented"),
         ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "only the default RoPE"),

@@ -5,9 +5,9 @@ Source: transformers' Qwen3MoeConfig and Qwen3MoeForCausalLM; megatron-core's Tr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from gspo_megatron.convert.family import Family, ModelArguments
 from gspo_megatron.convert.ops import ConversionError, TensorMap, fuse_qkv, rename, stack
 
 MODEL_TYPE = "qwen3_moe"
@@ -38,17 +38,7 @@ _REQUIRED = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelArguments:
-    """What GPTModel takes beside its TransformerConfig."""
-
-    vocab_size: int
-    """Rows of the embedding, without padding."""
-    rotary_base: int
-    share_embeddings_and_output_weights: bool
-
-
-def transformer_config(hf: dict[str, Any]) -> tuple[dict[str, Any], ModelArguments]:
+def _transformer_config(hf: dict[str, Any]) -> tuple[dict[str, Any], ModelArguments]:
     """Map config.json to TransformerConfig fields and model arguments; total and strict.
 
     Raises:
@@ -98,12 +88,12 @@ def transformer_config(hf: dict[str, Any]) -> tuple[dict[str, Any], ModelArgumen
     return fields, arguments
 
 
-def op_list(hf: dict[str, Any]) -> list[TensorMap]:
+def _op_list(hf: dict[str, Any], fused_experts: bool) -> list[TensorMap]:
     """Every tensor of the model, once."""
     hidden, vocab = hf["hidden_size"], hf["vocab_size"]
     ops = [rename("embedding.word_embeddings.weight", "model.embed_tokens.weight", (vocab, hidden), is_vocab=True)]
     for layer in range(hf["num_hidden_layers"]):
-        ops += _layer(hf, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+        ops += _layer(hf, f"decoder.layers.{layer}.", f"model.layers.{layer}.", fused_experts)
     ops.append(rename("decoder.final_layernorm.weight", "model.norm.weight", (hidden,)))
     if not hf["tie_word_embeddings"]:
         ops.append(rename("output_layer.weight", "lm_head.weight", (vocab, hidden), is_vocab=True))
@@ -114,7 +104,7 @@ def _num_experts(hf: dict[str, Any]) -> int:
     return int(hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"])
 
 
-def _layer(hf: dict[str, Any], m: str, h: str) -> list[TensorMap]:
+def _layer(hf: dict[str, Any], m: str, h: str, fused_experts: bool) -> list[TensorMap]:
     """Operations of one layer; m and h are the two name prefixes."""
     hidden, ffn, head_dim = hf["hidden_size"], hf["moe_intermediate_size"], hf["head_dim"]
     heads, groups, num_experts = hf["num_attention_heads"], hf["num_key_value_heads"], _num_experts(hf)
@@ -123,6 +113,12 @@ def _layer(hf: dict[str, Any], m: str, h: str) -> list[TensorMap]:
     experts = [f"{h}mlp.experts.{e}." for e in range(num_experts)]
     gate_up = [{f"{e}gate_proj.weight": (ffn, hidden), f"{e}up_proj.weight": (ffn, hidden)} for e in experts]
     down = [{f"{e}down_proj.weight": (hidden, ffn)} for e in experts]
+    fc1, fc2 = (f"{m}mlp.experts.experts.linear_fc{i}.weight" for i in (1, 2))
+    published = [stack(fc1, gate_up), stack(fc2, down)]
+    fused = [
+        rename(fc1, f"{h}mlp.experts.gate_up_proj", (num_experts, 2 * ffn, hidden)),
+        rename(fc2, f"{h}mlp.experts.down_proj", (num_experts, hidden, ffn)),
+    ]
     return [
         rename(f"{qkv}layer_norm_weight", f"{h}input_layernorm.weight", (hidden,)),
         fuse_qkv(f"{qkv}weight", [f"{attention}{p}_proj.weight" for p in "qkv"], **heads_shape, trailing=(hidden,)),
@@ -131,6 +127,8 @@ def _layer(hf: dict[str, Any], m: str, h: str) -> list[TensorMap]:
         rename(f"{m}self_attention.linear_proj.weight", f"{attention}o_proj.weight", (hidden, heads * head_dim)),
         rename(f"{m}pre_mlp_layernorm.weight", f"{h}post_attention_layernorm.weight", (hidden,)),
         rename(f"{m}mlp.router.weight", f"{h}mlp.gate.weight", (num_experts, hidden)),
-        stack(f"{m}mlp.experts.experts.linear_fc1.weight", gate_up),
-        stack(f"{m}mlp.experts.experts.linear_fc2.weight", down),
+        *(fused if fused_experts else published),
     ]
+
+
+FAMILY = Family(MODEL_TYPE, _transformer_config, _op_list)
