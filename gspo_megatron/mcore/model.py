@@ -212,6 +212,14 @@ def config_fields(hf_config: dict[str, Any], recipe: Recipe) -> tuple[dict[str, 
     return {**fields, **recipe.model.mcore}, arguments
 
 
+def make_config(fields: dict[str, Any], arguments: ModelArguments, spec: Spec) -> TransformerConfig:
+    """TransformerConfig of config_fields, and what GPTModel reads from it that it does not declare: YaRN's numbers."""
+    config = TransformerConfig(**{**DEVICE_FIELDS[spec], **fields})
+    for name, value in (arguments.yarn or {}).items():
+        setattr(config, name, value)
+    return config
+
+
 def build_policy(recipe: Recipe, parallel: Parallel) -> Policy:
     """Build this rank's chunks; the weights are whatever the constructors leave. Collective (DDP buffers)."""
     hf_config = read_config(Path(recipe.model.hf_dir))
@@ -219,7 +227,7 @@ def build_policy(recipe: Recipe, parallel: Parallel) -> Policy:
     ops = family_of(hf_config).op_list(hf_config)
     check_table(ops)
     spec: Spec = "local" if recipe.device == "cpu" else "transformer_engine"
-    config = TransformerConfig(**{**DEVICE_FIELDS[spec], **fields})
+    config = make_config(fields, arguments, spec)
     modules = gpt_chunks(config, arguments, spec)
     if parallel.device.type == "cuda":
         modules = [m.cuda(parallel.device) for m in modules]
@@ -274,8 +282,12 @@ def _chunk(
         post_process=is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         parallel_output=True,
         share_embeddings_and_output_weights=arguments.share_embeddings_and_output_weights,
-        position_embedding_type="rope",
+        position_embedding_type=arguments.position_embedding_type,
         rotary_base=arguments.rotary_base,
+        rotary_percent=arguments.rotary_percent,
+        seq_len_interpolation_factor=arguments.seq_len_interpolation_factor,
+        rope_scaling=arguments.rope_scaling,
+        rope_scaling_factor=arguments.rope_scaling_factor,
         vp_stage=vp_stage,
     )
 
