@@ -311,11 +311,10 @@ def _check_attention(recipe: Recipe, config: dict[str, Any]) -> list[str]:
         )
     is_used = config.get("use_sliding_window", config.get("model_type") == "mixtral")  # the others default to False
     has_window = is_used and config.get("sliding_window") is not None
-    if recipe.device == "cuda" and recipe.parallel.context_parallel_size > 1 and has_window:
-        if recipe.model.mcore.get("cp_comm_type") not in ("a2a", "all_gather"):
-            problems.append(
-                f"parallel.context_parallel_size={recipe.parallel.context_parallel_size}: with "
-                f"sliding_window={config['sliding_window']} Transformer Engine wants model.mcore.cp_comm_type a2a or "
-                "all_gather"
-            )
+    cp_size, exchange = recipe.parallel.context_parallel_size, recipe.model.mcore.get("cp_comm_type")
+    if recipe.device == "cuda" and cp_size > 1 and has_window and exchange != "a2a":
+        problems.append(
+            f"parallel.context_parallel_size={cp_size}: with sliding_window={config['sliding_window']} Transformer "
+            f"Engine wants model.mcore.cp_comm_type a2a, got {exchange}"
+        )
     return problems
