@@ -64,7 +64,7 @@ def run_processed(
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """run_schedule with any GPTModel output_processor: loss_func gets the microbatch and what the processor returned."""
+    """run_schedule with any output_processor of GPTModel's: loss_func gets the microbatch and what it returned."""
 
     def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
         m: Microbatch = next(iterator)
