@@ -13,7 +13,7 @@ from torch import Tensor
 from gspo_megatron.convert import hf_io
 from gspo_megatron.convert.families import family_of
 from gspo_megatron.convert.hf_io import TensorReader, random_tensors, read_config, write_hf_dir
-from gspo_megatron.convert.ops import ConversionError, slices, stack
+from gspo_megatron.convert.ops import ConversionError, fuse_qkv, slices, stack
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny-moe"
 
@@ -181,3 +181,8 @@ def test_random_weights_depend_on_the_seed() -> None:
         else:
             assert not torch.equal(tensor, other[name])
             assert abs(float(tensor.std()) - 0.5) < 0.05 and abs(float(tensor.mean())) < 0.08, name
+
+
+def test_random_biases_are_zero() -> None:
+    op = fuse_qkv("m", ["q.bias", "k.bias", "v.bias"], num_heads=4, num_groups=2, head_dim=3, trailing=())
+    assert all(torch.equal(t, torch.zeros(len(t))) for _, t in random_tensors([op], std=0.5, seed=1))
