@@ -261,6 +261,10 @@ def _check_model(recipe: Recipe) -> list[str]:
     return _check_layout(recipe, config) + _check_attention(recipe, config)
 
 
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Their names in config.json, family by family."""
+
+
 def _check_layout(recipe: Recipe, config: dict[str, Any]) -> list[str]:
     """Whether the layout divides what it cuts; the converter says whether config.json is understood at all."""
     p = recipe.parallel
@@ -271,8 +275,7 @@ def _check_layout(recipe: Recipe, config: dict[str, Any]) -> list[str]:
         ("expert_tensor_parallel_size", p.expert_tensor_parallel_size),
     )
     cuts = [
-        (ep, "num_experts"),
-        (ep, "num_local_experts"),
+        *((ep, name) for name in _NUM_EXPERTS),
         (etp, "moe_intermediate_size"),
         (tp, "num_attention_heads"),
         (tp, "num_key_value_heads"),
@@ -280,7 +283,7 @@ def _check_layout(recipe: Recipe, config: dict[str, Any]) -> list[str]:
         (("pipeline_model_parallel_size x virtual", stages), "num_hidden_layers"),
     ]
     problems = []
-    is_dense = "num_experts" not in config and "num_local_experts" not in config
+    is_dense = not any(name in config for name in _NUM_EXPERTS)
     if is_dense or config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
         cuts.append((tp, "intermediate_size"))
     if is_dense:
