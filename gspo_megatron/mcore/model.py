@@ -340,11 +340,11 @@ def load_hf_weights(policy: Policy, optimizer: Any, read: TensorReader | dict[st
     Raises:
         ConversionError: names or shapes do not fit config.json; checked before a byte moves.
     """
-    check_names_and_shapes(policy.ops, _shapes_of(read), where)
 
     def read_box(name: str, box: Box) -> Tensor:
         return read[name][slices(box)] if isinstance(read, dict) else read.read_box(name, box)
 
+    check_names_and_shapes(policy.ops, _shapes_of(read), where, read_hf=read_box)
     load_shards(policy.shards(), policy.ops, read_box)
     optimizer.reload_model_params()
 

@@ -1,14 +1,16 @@
-"""One short operation list per model family, written once for both directions."""
+"""One short file per model family; its table and mapping are read in both directions."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from gspo_megatron.convert.families import qwen3_moe
+from gspo_megatron.convert.families import llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from gspo_megatron.convert.family import Family
 from gspo_megatron.convert.ops import ConversionError
 
-FAMILIES = {family.model_type: family for family in (qwen3_moe.FAMILY,)}
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.model_type: module.FAMILY for module in (llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe)
+}
 
 
 def family_of(hf_config: dict[str, Any]) -> Family:
