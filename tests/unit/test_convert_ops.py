@@ -26,7 +26,6 @@ from gspo_megatron.convert.ops import (
     transpose,
     whole,
 )
-from tests.models import QWEN3_30B_A3B
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny-moe"
 
