@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gspo_megatron.checks import DERIVED_MCORE_KEYS
 from gspo_megatron.config import ConfigError, Recipe, dump_recipe, load_recipe
+from gspo_megatron.convert.families import family_of
 from gspo_megatron.objective_checks import warnings_of
+from tests.models import TINY_CONFIGS
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "gspo-tiny-moe-cpu.yaml"
@@ -322,6 +325,12 @@ def test_layout_that_does_not_suit_the_model_is_refused(keys, overrides, problem
 )
 def test_layout_that_suits_the_model_is_taken(keys, overrides, model_with):
     load_recipe(RECIPE, [model_with(keys), *overrides])
+
+
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_what_config_json_decides_is_not_the_recipes_to_set(name):
+    fields, _ = family_of(TINY_CONFIGS[name]).transformer_config(TINY_CONFIGS[name])
+    assert fields.keys() <= DERIVED_MCORE_KEYS
 
 
 def test_wide_sequence_clip_is_refused_for_long_responses_unless_allowed():
