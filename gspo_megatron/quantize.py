@@ -16,7 +16,8 @@ Definitions, RN = round to nearest, ties to even, in the precision named:
 
 Quantising what was dequantised, block by block (s = scale, x = its significand as an integer, p = largest |payload|;
 s in [2^-117, 2^118], outside which products underflow or overflow):
-- E8M0, p in (224, 448]: payload and scale come back bit for bit, through float32 and through bfloat16.
+- E8M0, p in (224, 448]: payload and scale come back bit for bit, through float32 and through bfloat16. Blocks of
+  p = 224, those with amax in (224, 232] * scale, come back as the same values with half the scale, which then stays.
 - float32 scales through float32, p = 448: the payload comes back. The scale is RN(RN(448 s) / 448). For s in [1, 8/7)
   of its binade that is s; in [8/7, 2) it is s but where 448 s is a tie, x = 4 (mod 8), and then one ulp off. These are
   3 in 28 of all significands, and no arithmetic repairs them: RN(448 s) takes fewer values there than s. But
@@ -25,7 +26,8 @@ s in [2^-117, 2^118], outside which products underflow or overflow):
 - bfloat16 scales (Qwen3's) through float32, p = 448: payload and scale come back, 448 s being exact.
 - bfloat16 scales through bfloat16, p = 448: payload comes back; the scale too, but for x = 4 (mod 8), x >= 147, which
   this definition never makes from bfloat16 weights. A checkpoint that it made from bfloat16 weights comes back whole.
-- float32 scales through bfloat16, p = 448: payload comes back; the scale moves by up to 2^-8 of itself, as amax does.
+- float32 scales through bfloat16, p = 448: payload comes back. So does a scale that this definition made from bfloat16
+  weights, 448 s being amax within 2^-23; another moves by up to 2^-8 of itself, as its amax does.
 - Otherwise (another p, blocks of zeros whose scale is not 1): the weights do not tell which scale they were made with.
   Values agree to the rounding of e4m3, bits need not.
 """

@@ -167,7 +167,7 @@ def by_transformers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str,
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY))
     model.save_pretrained(folder)
     files = TensorReader(folder)
-    return {name: files(name) for name in files.shapes()}, model.state_dict()
+    return {name: files.read(name) for name in files.shapes()}, model.state_dict()
 
 
 def test_table_has_the_names_and_shapes_that_transformers_writes(

@@ -316,10 +316,14 @@ def test_e8m0_comes_back(dtype: torch.dtype, largest: float) -> None:
     assert_same_bits(got_payload, payload)
 
 
-def test_e8m0_with_a_small_maximum_does_not_come_back() -> None:
-    scales = torch.ones(1)
-    payload = scales_and_payload(scales, 224.0, seed=2)
-    assert again(payload, scales, torch.float32, power_of_two_scale=True)[1].item() == 0.5
+def test_e8m0_with_a_maximum_of_224_comes_back_in_value() -> None:
+    weight = torch.tensor([[225.0, -3.5, 0.01]])
+    first, scale = quantize_blockwise(weight, power_of_two_scale=True)
+    assert scale.item() == 1.0 and first[0, 0].float().item() == 224.0
+    second, halved = again(first, scale[0], torch.bfloat16, power_of_two_scale=True)
+    assert halved.item() == 0.5 and torch.equal(second.float() * 0.5, first.float())
+    third, same = again(second, halved, torch.bfloat16, power_of_two_scale=True)
+    assert same.item() == 0.5 and torch.equal(bits(third), bits(second))
 
 
 def test_float32_scales_come_back_but_for_one_class_of_significands() -> None:
@@ -367,14 +371,14 @@ def test_bfloat16_scales_come_back_from_float32_all_and_from_bfloat16_but_for_on
     assert torch.equal(got != scales, (significands % 8 == 4) & (significands >= 147))
 
 
-def test_checkpoint_made_from_bfloat16_with_bfloat16_scales_comes_back_from_bfloat16() -> None:
-    exponents = torch.arange(-40, -20).repeat_interleave(128)
-    amax = torch.ldexp(torch.arange(128, 256).repeat(20).float(), exponents)
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_what_was_quantised_from_bfloat16_comes_back_from_bfloat16(scale_dtype: torch.dtype) -> None:
+    amax = torch.ldexp(torch.arange(128, 256).repeat(20).float(), torch.arange(-40, -20).repeat_interleave(128))
     generator = torch.Generator().manual_seed(8)
     weight = ((torch.rand(len(amax), 12, generator=generator) * 2 - 1) * amax[:, None]).bfloat16()
-    weight[:, 0] = amax.bfloat16()
-    payload, scales = quantize_blockwise(weight, (1, 12), scale_dtype=torch.bfloat16)
-    got_payload, got = again(payload, scales[:, 0], torch.bfloat16, scale_dtype=torch.bfloat16)
+    weight[:, 0] = amax.bfloat16()  # every significand of an amax
+    payload, scales = quantize_blockwise(weight, (1, 12), scale_dtype=scale_dtype)
+    got_payload, got = again(payload, scales[:, 0], torch.bfloat16, scale_dtype=scale_dtype)
     assert_same_bits(got, scales[:, 0])
     assert_same_bits(got_payload, payload)
 
