@@ -60,7 +60,7 @@ def load_initial_weights(policy: Policy, optimizer: Any, recipe: Recipe, load: s
         tensors = random_tensors(policy.ops, std=policy.config.init_method_std, seed=recipe.seed)
         load_hf_weights(policy, optimizer, dict(tensors), "random")
     elif is_hf_weights(Path(load)):
-        load_hf_weights(policy, optimizer, TensorReader(Path(load)), str(load))
+        load_hf_weights(policy, optimizer, TensorReader(Path(load), dtype=policy.config.params_dtype), str(load))
     else:
         load_weights(policy, optimizer, Path(load))
 

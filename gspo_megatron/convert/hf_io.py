@@ -1,32 +1,47 @@
-"""Hugging Face directories: read tensors lazily, write them streaming under a temporary name."""
+"""Hugging Face directories: read any box of any tensor, write them streaming under a temporary name."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from gspo_megatron.convert.ops import Box, ConversionError, TensorMap, slices
+from gspo_megatron.convert.fp8_io import find_fp8
+from gspo_megatron.convert.ops import Box, ConversionError, Shape, TensorMap, raise_problems, slices, whole
+from gspo_megatron.convert.safetensors_io import (
+    INDEX_NAME,
+    MAX_FILE_BYTES,
+    SafetensorsWriter,
+    TensorSpec,
+    index_json,
+    plan_hf_files,
+    read_header,
+)
+from gspo_megatron.quantize import WEIGHT_DTYPES
 
-# Files that travel with the weights, where the source has them.
+# Files that travel with the weights, where the source has them. Python files (remote code) never do.
 COMPANIONS = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "tokenizer.model",
     "chat_template.jinja",
+    "chat_template.json",
 )
-MAX_FILE_BYTES = 4 * 2**30
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 
 
 def read_config(hf_dir: Path) -> dict[str, Any]:
@@ -35,112 +50,246 @@ def read_config(hf_dir: Path) -> dict[str, Any]:
     Raises:
         ConversionError: absent, or not a JSON object.
     """
-    path = hf_dir / "config.json"
+    return _read_object(hf_dir / "config.json", "the model's keys")
+
+
+def _read_object(path: Path, of: str) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
+        found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:  # ValueError: not JSON, not text
         raise ConversionError(f"{path}: {error}") from error
-    if not isinstance(config, dict):
-        raise ConversionError(f"{path}: holds a {type(config).__name__}, wants an object with the model's keys")
-    return config
+    if not isinstance(found, dict):
+        raise ConversionError(f"{path}: holds a {type(found).__name__}, wants an object with {of}")
+    return found
+
+
+def _find_files(hf_dir: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """The directory's safetensors files, and the index's file name for each tensor where there is an index."""
+    try:
+        names = sorted(path.name for path in hf_dir.iterdir())
+    except OSError as error:
+        raise ConversionError(f"{hf_dir}: {error.strerror}") from error
+    found = [name for name in names if name.endswith(".safetensors")]
+    if INDEX_NAME not in names:
+        pickles = [name for name in names if any(fnmatch(name, pattern) for pattern in _PICKLES)]
+        if not found and pickles:
+            raise ConversionError(
+                f"{hf_dir}: weights only as pickle ({', '.join(pickles[:3])}), which is never opened since it can run "
+                "any code; wants safetensors, which save_pretrained of transformers writes"
+            )
+        if not found:
+            raise ConversionError(f"{hf_dir}: no *.safetensors")
+        if found != ["model.safetensors"]:
+            shown = ", ".join(found[:3])
+            raise ConversionError(f"{hf_dir}: has {shown} and no {INDEX_NAME}; wants the index, or model.safetensors")
+        return [hf_dir / "model.safetensors"], None
+    weight_map = _read_object(hf_dir / INDEX_NAME, "a weight_map").get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ConversionError(f"{hf_dir / INDEX_NAME}: weight_map: wants an object, tensor name to file name")
+    listed = sorted(set(weight_map.values()))
+    problems = [f"{INDEX_NAME} lists {name}, which is missing" for name in listed if name not in found]
+    problems += [
+        f"{name}: {INDEX_NAME} does not list it; remove one of the two" for name in found if name not in listed
+    ]
+    raise_problems(str(hf_dir), problems)
+    return [hf_dir / name for name in listed], weight_map
 
 
 class TensorReader:
-    """Tensors of all *.safetensors files of a directory, read when asked for."""
+    """Tensors of a Hugging Face directory, read when asked for.
 
-    def __init__(self, hf_dir: Path) -> None:
-        """Open every file.
+    FP8 weights appear as what they stand for: under the weight's name, in `dtype`, without their scales.
+    """
+
+    def __init__(self, hf_dir: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Open every file and check names, headers, index, and FP8 against config.json; read no tensor.
+
+        Args:
+            hf_dir: with model.safetensors, or several files and their index; config.json where weights are FP8.
+            dtype: in which FP8 weights are given, bfloat16 or float32. Others are given as they are stored.
 
         Raises:
-            ConversionError: no file, an unreadable file, or a name that occurs twice.
+            ConversionError: names the file and tensor.
         """
-        files = sorted(hf_dir.glob("*.safetensors"))
-        if not files:
-            raise ConversionError(f"{hf_dir}: no *.safetensors")
-        self._where: dict[str, Any] = {}
+        if dtype not in WEIGHT_DTYPES:
+            raise ConversionError(f"dtype={dtype}: wants bfloat16 or float32")
+        self._dtype = dtype
+        files, weight_map = _find_files(hf_dir)
+        self._stored: dict[str, tuple[torch.dtype, Shape]] = {}
+        self._file_of: dict[str, Path] = {}
         for file in files:
-            try:
-                handle = safe_open(file, framework="pt")
-            except SafetensorError as error:
-                raise ConversionError(f"{file}: {error}") from error
-            for name in handle.keys():
-                if name in self._where:
-                    raise ConversionError(f"{file}: {name} occurs in another file too")
-                self._where[name] = handle
+            for name, spec in read_header(file).items():
+                if name in self._stored:
+                    raise ConversionError(f"{file}: {name} occurs in {self._file_of[name].name} too")
+                self._stored[name], self._file_of[name] = spec, file
+        if weight_map is not None:
+            _check_index(hf_dir, weight_map, self._file_of)
+        try:
+            self._handles = {file: safe_open(file, framework="pt") for file in files}
+        except SafetensorError as error:  # what its own checks have beyond read_header's
+            raise ConversionError(f"{hf_dir}: {error}") from error
+        config = read_config(hf_dir) if (hf_dir / "config.json").exists() else {}
+        self._fp8 = find_fp8(self._stored, config.get("quantization_config"), str(hf_dir))
+        scales = {weight.scale_name for weight in self._fp8.values()}
+        self._tensors = {
+            name: (dtype if name in self._fp8 else stored_dtype, shape)
+            for name, (stored_dtype, shape) in self._stored.items()
+            if name not in scales
+        }
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each tensor, without reading it."""
-        return {name: tuple(handle.get_slice(name).get_shape()) for name, handle in self._where.items()}
+    def tensors(self) -> dict[str, tuple[torch.dtype, Shape]]:
+        """Dtype and shape of each tensor."""
+        return dict(self._tensors)
 
-    def __call__(self, name: str) -> Tensor:
-        """Read one tensor."""
-        tensor: Tensor = self._where[name].get_tensor(name)
-        return tensor
+    def shapes(self) -> dict[str, Shape]:
+        """Shape of each tensor."""
+        return {name: shape for name, (_, shape) in self._tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        """A tensor; do not write to it.
+
+        Returns:
+            A view of the mapped file: its memory is the page cache's. FP8 weights: new memory.
+
+        Raises:
+            ConversionError: a scale that is no scale.
+        """
+        return self.read_box(name, whole(self._tensors[name][1]))
 
     def read_box(self, name: str, box: Box) -> Tensor:
-        """Read that box of a tensor and no more."""
-        tensor: Tensor = self._where[name].get_slice(name)[slices(box)]
+        """That box of a tensor and no more of the file; do not write to it.
+
+        Args:
+            name: one of tensors().
+            box: (start, stop) per axis, inside the tensor.
+
+        Returns:
+            In the box's shape; a view of the mapped file, or new memory for FP8 weights.
+
+        Raises:
+            ConversionError: a scale that is no scale.
+        """
+        shape = self._tensors[name][1]
+        inside = (0 <= start <= stop <= n for (start, stop), n in zip(box, shape, strict=True))
+        assert all(inside), f"{name}: box {box} of shape {shape}"
+        part = self._mapped(name)[slices(box)]
+        weight = self._fp8.get(name)
+        if weight is None:
+            return part
+        try:
+            return weight.dequantize(
+                part,
+                self._mapped(weight.scale_name),
+                shape,
+                offset=tuple(start for start, _ in box),
+                dtype=self._dtype,
+            )
+        except ValueError as error:
+            raise ConversionError(f"{self._file_of[weight.scale_name]}: {weight.scale_name}: {error}") from error
+
+    def _mapped(self, name: str) -> Tensor:
+        tensor: Tensor = self._handles[self._file_of[name]].get_tensor(name)
         return tensor
 
 
-def write_hf_dir(out_dir: Path, tensors: Iterable[tuple[str, Tensor]], companions_from: Path) -> None:
-    """Write weights and companion files; the directory appears under its name only when complete.
+def _check_index(hf_dir: Path, weight_map: Mapping[str, str], file_of: Mapping[str, Path]) -> None:
+    problems = [
+        f"{INDEX_NAME} has {name} in {listed}; it is in {file_of[name].name if name in file_of else 'no file'}"
+        for name, listed in weight_map.items()
+        if name not in file_of or file_of[name].name != listed
+    ]
+    problems += [
+        f"{file.name} has {name}, {INDEX_NAME} does not" for name, file in file_of.items() if name not in weight_map
+    ]
+    raise_problems(str(hf_dir), problems)
+
+
+def write_hf_dir(
+    out_dir: Path,
+    specs: Sequence[TensorSpec],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    companions_from: Path,
+    quantization_config: Mapping[str, Any] | None = None,
+) -> None:
+    """Write weights and companion files; the directory appears under its name only when complete and on the disk.
 
     Args:
-        out_dir: must not exist.
-        tensors: (hf_name, tensor); consumed once, at most MAX_FILE_BYTES and one tensor held at a time.
+        out_dir: must not exist; `<out_dir>.partial` is used meanwhile, and removed first where an earlier try left it.
+        specs: (hf_name, dtype, shape) of what `tensors` gives, in its order.
+        tensors: (hf_name, tensor); consumed once, no tensor is held.
         companions_from: directory whose config and tokenizer files are copied.
+        quantization_config: that of the weights; config.json is given it, or loses its own where None.
 
     Raises:
-        ConversionError: out_dir exists, or a name occurs twice.
+        ConversionError: out_dir exists; specs and tensors differ; the disk is full or refuses.
     """
     if out_dir.exists():
         raise ConversionError(f"{out_dir}: exists; remove it or name another directory")
-    tmp = out_dir.with_name(out_dir.name + ".tmp")
-    shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir(parents=True)
-    weight_map: dict[str, int] = {}
-    pending: dict[str, Tensor] = {}
-    pending_bytes = total_bytes = num_files = 0
+    files = plan_hf_files(specs, max_file_bytes=MAX_FILE_BYTES)
+    partial = out_dir.with_name(out_dir.name + ".partial")
+    try:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        stream = iter(tensors)
+        for file in files:
+            with SafetensorsWriter(partial / file.name, file) as writer:
+                for name, _, _ in file.tensors:
+                    item = next(stream, None)
+                    if item is None:
+                        raise ConversionError(f"{out_dir}: the tensors end before {name}")
+                    writer.write(*item)
+        for name, _ in stream:
+            raise ConversionError(f"{out_dir}: {name}: comes after all planned tensors")
+        if len(files) > 1:
+            write_synced(partial / INDEX_NAME, index_json(files).encode())
+        copy_companions(companions_from, partial, quantization_config=quantization_config)
+        sync_dir(partial)
+        partial.rename(out_dir)
+        sync_dir(out_dir.parent)
+    except OSError as error:
+        raise ConversionError(f"{error.filename or partial}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # after an error; it has its name by now without
 
-    def flush() -> None:
-        nonlocal num_files, pending_bytes
-        save_file(pending, tmp / f"part-{num_files:05d}", metadata={"format": "pt"})
-        num_files += 1
-        pending.clear()
-        pending_bytes = 0
 
-    for name, tensor in tensors:
-        if name in weight_map:
-            raise ConversionError(f"{name}: would be written twice")
-        size = tensor.numel() * tensor.element_size()
-        if pending and pending_bytes + size > MAX_FILE_BYTES:
-            flush()
-        weight_map[name] = num_files
-        pending[name] = tensor.detach().cpu()
-        pending_bytes += size
-        total_bytes += size
-    flush()
-    _name_files(tmp, weight_map, num_files, total_bytes)
+def copy_companions(source: Path, target: Path, *, quantization_config: Mapping[str, Any] | None) -> None:
+    """Copy what COMPANIONS lists and source has; config.json gets that quantization_config, or none.
+
+    Raises:
+        ConversionError: config.json is no JSON object, or a quantization_config has no config.json to go to.
+        OSError: the disk is full or refuses.
+    """
+    if quantization_config and not (source / "config.json").is_file():
+        raise ConversionError(f"{source}: has no config.json, in which FP8 weights have to be described")
     for name in COMPANIONS:
-        if (companions_from / name).is_file():
-            shutil.copyfile(companions_from / name, tmp / name)
-    tmp.rename(out_dir)
+        if not (source / name).is_file():
+            continue
+        content = (source / name).read_bytes()
+        if name == "config.json":
+            config = read_config(source)
+            if config.pop("quantization_config", None) != quantization_config:
+                config |= {"quantization_config": dict(quantization_config)} if quantization_config else {}
+                content = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+        write_synced(target / name, content)
 
 
-def _name_files(tmp: Path, weight_map: dict[str, int], num_files: int, total_bytes: int) -> None:
-    """Hugging Face's file names, known only once the number of files is."""
-    if num_files == 1:
-        (tmp / "part-00000").rename(tmp / "model.safetensors")
-        return
-    names = [f"model-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
-    for i, name in enumerate(names):
-        (tmp / f"part-{i:05d}").rename(tmp / name)
-    index = {
-        "metadata": {"total_size": total_bytes},
-        "weight_map": {name: names[i] for name, i in sorted(weight_map.items())},
-    }
-    (tmp / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a small file and put it on the disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_dir(path: Path) -> None:
+    """Put a directory's entries on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def random_tensors(ops: Iterable[TensorMap], *, std: float, seed: int) -> Iterable[tuple[str, Tensor]]:

@@ -359,7 +359,8 @@ def export_hf(policy: Policy, out_dir: Path, companions_from: Path) -> None:
     Raises:
         ConversionError: out_dir exists; on rank 0, RankZeroFailed on the others.
     """
-    buckets = Gatherer(policy.shards(), policy.ops).buckets(EXPORT_BUCKET_BYTES)
+    gatherer = Gatherer(policy.shards(), policy.ops)
+    buckets = gatherer.buckets(EXPORT_BUCKET_BYTES)
     if policy.parallel.rank != 0:
         for _ in buckets:
             pass
@@ -367,7 +368,7 @@ def export_hf(policy: Policy, out_dir: Path, companions_from: Path) -> None:
 
     def write() -> None:
         try:
-            write_hf_dir(out_dir, tensors, companions_from)
+            write_hf_dir(out_dir, gatherer.specs, tensors, companions_from=companions_from)
         finally:
             for _ in tensors:  # after an error: the other ranks are still sending, and must get to the end
                 pass

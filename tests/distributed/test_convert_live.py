@@ -134,7 +134,7 @@ def test_gathered_weights_are_those_loaded(written: list[dict[str, Any]], want: 
 
 def test_export_is_the_weights(written: list[dict[str, Any]], folder: Path, want: dict[str, Tensor]) -> None:
     reader = TensorReader(folder / "hf")
-    assert_bitwise({name: reader(name) for name in reader.shapes()}, want)
+    assert_bitwise({name: reader.read(name) for name in reader.shapes()}, want)
     assert read_config(folder / "hf")["vocab_size"] == VOCAB
 
 

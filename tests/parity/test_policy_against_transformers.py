@@ -97,7 +97,9 @@ def want(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     hf_dir = tmp_path_factory.mktemp("parity") / "hf"
     config = read_config(HF_DIR)
     ops = family_of(config).op_list(config)
-    write_hf_dir(hf_dir, tiny_tensors(ops).items(), HF_DIR)
+    tensors = tiny_tensors(ops)
+    specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    write_hf_dir(hf_dir, specs, tensors.items(), companions_from=HF_DIR)
     return by_transformers(hf_dir, tiny_sequences())
 
 
