@@ -40,11 +40,13 @@ def by_megatron(rank: int) -> dict[str, Any]:
         _yarn_get_concentration_factor,
     )
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+    from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.utils import get_sliding_window_causal_mask, is_layer_window_attention
 
     ropes, masks, gates = {}, {}, {}
     for name, config in ROPE_CONFIGS.items():
         fields, a = family_of(config).transformer_config(config)
+        TransformerConfig(**fields)  # its own checks
         common = {"kv_channels": fields["kv_channels"], "rotary_base": a.rotary_base, "use_cpu_initialization": True}
         if a.position_embedding_type == "yarn":
             assert a.yarn is not None
