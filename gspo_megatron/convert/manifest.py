@@ -104,17 +104,22 @@ def new_hash() -> Any:
     return xxhash.xxh3_128()
 
 
+def hash_bytes(data: Any) -> str:
+    """Hash of a buffer."""
+    digest: str = xxhash.xxh3_128(data).hexdigest()
+    return digest
+
+
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The tensor's bytes, row by row; its own memory where it is a contiguous CPU tensor, else a copy."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def tensor_record(tensor: Tensor, file: str = "") -> TensorRecord:
     """Record of a whole tensor."""
     data = tensor_bytes(tensor)
-    digest = xxhash.xxh3_128(data).hexdigest()
-    return TensorRecord(dtype_name(tensor.dtype), tuple(tensor.shape), len(data), digest, file)
+    return TensorRecord(dtype_name(tensor.dtype), tuple(tensor.shape), len(data), hash_bytes(data), file)
 
 
 def hash_file(path: Path, progress: Callable[[int], None] | None = None) -> FileRecord:
