@@ -270,7 +270,7 @@ def write_checkpoint_metadata(folder: Path, data_files: Iterable[DataFile], comm
     storage[MetadataIndex(COMMON_KEY)] = _StorageInfo(COMMON_FILE, 0, len(content.getbuffer()))
     metadata = Metadata(
         state_dict_metadata=tensors,
-        planner_data=[{}],  # as megatron-core's planner leaves it, which flattens nothing
+        planner_data=None,
         storage_data=storage,
         storage_meta=StorageMeta(),
         version=CURRENT_DCP_VERSION,
