@@ -25,7 +25,7 @@ train: env
 test: env
 	$(PYTEST) -m "not soak" $(ARGS)
 
-soak: env
+soak: env .venv/soak/.installed
 	$(PYTEST) -m soak $(ARGS)
 
 bench: env
@@ -42,6 +42,10 @@ env: .venv/.project
 
 .venv/.installed: requirements/cpu.txt requirements/gpu.txt
 	@requirements/install.sh $(if $(PYTHON),"$(PYTHON)")
+
+.venv/soak/.installed: requirements/soak.txt .venv/.installed
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --upgrade --target .venv/soak -r requirements/soak.txt
+	@touch $@
 
 .venv/.project: .venv/.installed pyproject.toml
 	@PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --editable .

@@ -1,4 +1,4 @@
-"""The Megatron checkpoint: megatron-core's torch_dist format, layout-free, under Transformer Engine's names."""
+"""Weights and state in and out: the Megatron checkpoint (torch_dist, layout-free), and what a run starts from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gspo_megatron.mcore.model import Policy
+from gspo_megatron.checks import is_hf_weights
+from gspo_megatron.config import Recipe
+from gspo_megatron.convert.hf_io import TensorReader, random_tensors
+from gspo_megatron.mcore.model import Policy, load_hf_weights
 from gspo_megatron.mcore.torch_dist import read_weights, write_shards
 from gspo_megatron.types import TrainState
 
@@ -40,6 +43,26 @@ def save_checkpoint(policy: Policy, optimizer: Any, state: TrainState, out_dir: 
 
     dist.barrier()
     policy.parallel.on_rank_0(publish)
+
+
+def load_initial_weights(policy: Policy, optimizer: Any, recipe: Recipe, load: str | Path) -> None:
+    """Weights of a Hugging Face directory or a Megatron checkpoint, or drawn from the seed; equal for every layout.
+
+    Collective over all ranks.
+
+    Args:
+        policy: its parameters are filled.
+        optimizer: its master copies follow.
+        recipe: its seed and initializer_range draw.
+        load: as model.load; the cold start's directory where there was one.
+    """
+    if load == "random":
+        tensors = random_tensors(policy.ops, std=policy.config.init_method_std, seed=recipe.seed)
+        load_hf_weights(policy, optimizer, dict(tensors), "random")
+    elif is_hf_weights(Path(load)):
+        load_hf_weights(policy, optimizer, TensorReader(Path(load)), str(load))
+    else:
+        load_weights(policy, optimizer, Path(load))
 
 
 def load_weights(policy: Policy, optimizer: Any, checkpoint_dir: Path) -> None:

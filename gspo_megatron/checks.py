@@ -222,9 +222,19 @@ def _check_sizes(recipe: Recipe) -> list[str]:
             f"advantage.overlong_buffer_tokens={recipe.advantage.overlong_buffer_tokens}: is above "
             f"rollout.max_response_tokens={r.max_response_tokens}"
         )
-    if recipe.cold_start is None and recipe.model.init == "random":
-        problems.append("cold_start: null with model.init random would train noise; give cold_start or weights")
+    if recipe.cold_start is None and recipe.model.load == "random":
+        problems.append("cold_start: null with model.load random would train noise; give cold_start or weights")
     return problems
+
+
+def is_hf_weights(folder: Path) -> bool:
+    """Whether model.load names a Hugging Face directory."""
+    return any(folder.glob("*.safetensors"))
+
+
+def is_mcore_checkpoint(folder: Path) -> bool:
+    """Whether model.load names a torch_dist checkpoint, or the folder that holds its iterations."""
+    return any((folder / name).is_file() for name in (".metadata", "latest_checkpointed_iteration.txt"))
 
 
 def _check_model(recipe: Recipe) -> list[str]:
@@ -234,8 +244,12 @@ def _check_model(recipe: Recipe) -> list[str]:
         return [f"model.hf_dir={recipe.model.hf_dir}: no such directory"]
     missing = [name for name in ("config.json", "tokenizer.json") if not (hf_dir / name).is_file()]
     problems = [f"model.hf_dir={hf_dir}: has no {name}" for name in missing]
-    if recipe.model.init == "weights" and not any(hf_dir.glob("*.safetensors")):
-        problems.append(f"model.hf_dir={hf_dir}: has no *.safetensors; or set model.init to random")
+    load = Path(recipe.model.load)
+    if recipe.model.load != "random" and not (is_hf_weights(load) or is_mcore_checkpoint(load)):
+        problems.append(
+            f"model.load={load}: neither a Hugging Face directory with *.safetensors nor a Megatron checkpoint; "
+            "random draws weights"
+        )
     if problems:
         return problems
     try:

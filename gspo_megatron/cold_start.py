@@ -40,8 +40,9 @@ def cold_start_dir(recipe: Recipe) -> Path:
     parts["files"] = [
         hashlib.sha256((hf_dir / name).read_bytes()).hexdigest() for name in ("config.json", "tokenizer.json")
     ]
-    if recipe.model.init == "weights":  # gigabytes: known by size and time of writing
-        stats = {file.name: file.stat() for file in sorted(hf_dir.glob("*.safetensors"))}
+    if recipe.model.load != "random":  # gigabytes: known by size and time of writing
+        load = Path(recipe.model.load)
+        stats = {str(file.relative_to(load)): file.stat() for file in sorted(load.rglob("*")) if file.is_file()}
         parts["weights"] = {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
     return Path(recipe.output_dir) / f"cold-start-{digest}"
@@ -74,8 +75,9 @@ def take_demonstrations(
 def train_cold_start(recipe: Recipe, cfg: ColdStartConfig, console: Console) -> None:
     """Train and export. Collective over all ranks."""
     from gspo_megatron.batch import pack_batch
+    from gspo_megatron.checkpoint import load_initial_weights
     from gspo_megatron.loss import sft_loss
-    from gspo_megatron.mcore.model import build_optimizer, build_policy, export_hf, load_initial_weights
+    from gspo_megatron.mcore.model import build_optimizer, build_policy, export_hf
     from gspo_megatron.mcore.parallel import initialize
     from gspo_megatron.optimize import optimizer_step
     from gspo_megatron.prompts import PromptStream, load_tokenizer
@@ -83,7 +85,7 @@ def train_cold_start(recipe: Recipe, cfg: ColdStartConfig, console: Console) -> 
     parallel = initialize(recipe)
     policy = build_policy(recipe, parallel)
     optimizer: Any = build_optimizer(policy, recipe, replace(recipe.optimizer, lr=cfg.lr))
-    load_initial_weights(policy, optimizer, recipe)
+    load_initial_weights(policy, optimizer, recipe, recipe.model.load)
     tokenizer = load_tokenizer(recipe.model.hf_dir)
     stream = PromptStream(recipe.data, tokenizer, split="cold_start", seed=recipe.seed)
     rng = random.Random(recipe.seed)

@@ -24,9 +24,10 @@ class ModelConfig:
     """The model and how it is built in Megatron."""
 
     hf_dir: str
-    """Hugging Face directory: config.json and tokenizer, and weights unless `init` is `random`."""
-    init: Literal["weights", "random"]
-    """`weights` loads safetensors from hf_dir; `random` draws from `seed` with config.json's initializer_range."""
+    """Hugging Face directory with config.json and tokenizer; its weights are read only if `load` names it."""
+    load: str
+    """Weights to start from: a Hugging Face directory, or a Megatron checkpoint (tools/convert_hf_to_mcore.py, a run's
+    checkpoint/); each rank reads what it owns. `random` draws from `seed` with config.json's initializer_range."""
     dtype: Literal["float32", "bfloat16"]
     """Parameters and activations of trainer and server; router, softmax, loss and ratio stay float32."""
     fp32_lm_head: bool

@@ -40,7 +40,9 @@ class RolloutError(RuntimeError):
         """True after a connection error, a timeout or a status 5xx: the same request may succeed later."""
 
 
-def server_arguments(recipe: Recipe, *, model_dir: Path, port: int, weight_version: int) -> list[str]:
+def server_arguments(
+    recipe: Recipe, *, model_dir: Path, port: int, weight_version: int, load_format: str = "auto"
+) -> list[str]:
     """Arguments of SGLang's launch_server for this recipe; rollout.sglang's keys go through under their own names."""
     cpu_defaults = {"attention_backend": "torch_native", "sleep_on_idle": True}
     arguments = {
@@ -48,6 +50,7 @@ def server_arguments(recipe: Recipe, *, model_dir: Path, port: int, weight_versi
         **(cpu_defaults if recipe.device == "cpu" else {}),
         **recipe.rollout.sglang,
         "model_path": str(model_dir),
+        "load_format": load_format,
         "skip_tokenizer_init": True,
         "host": recipe.cluster.host,
         "port": port,
@@ -139,6 +142,7 @@ class Engine:
         port: int,
         log_path: Path,
         weight_version: int = 0,
+        load_format: str = "auto",
         cuda_devices: str = "",
     ) -> Engine:
         """Start a server in a session of its own; returns at once, wait_ready waits.
@@ -146,6 +150,7 @@ class Engine:
         Args:
             recipe: its `device`, `seed`, `model.dtype`, `cluster.host` and `rollout.sglang` are used.
             model_dir: Hugging Face directory with config.json and weights.
+            load_format: SGLang's; `dummy` where the weights come by a push.
             port: HTTP port; 0 takes a free one.
             log_path: receives everything that the server prints.
             weight_version: version that the weights in model_dir have.
@@ -157,7 +162,9 @@ class Engine:
         environment = server_environment(recipe, os.environ, cuda_devices=cuda_devices)
         port = take_port(recipe.cluster.host, port)
         module = "gspo_megatron.sglang_cpu" if recipe.device == "cpu" else "sglang.launch_server"
-        arguments = server_arguments(recipe, model_dir=model_dir, port=port, weight_version=weight_version)
+        arguments = server_arguments(
+            recipe, model_dir=model_dir, port=port, weight_version=weight_version, load_format=load_format
+        )
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("wb") as log:
             process = subprocess.Popen(

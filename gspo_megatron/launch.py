@@ -22,6 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
+from gspo_megatron.checks import is_hf_weights
 from gspo_megatron.cold_start import cold_start_dir
 from gspo_megatron.config import ConfigError, Recipe, dump_recipe, load_recipe
 from gspo_megatron.convert.families.qwen3_moe import op_list, transformer_config
@@ -116,9 +117,9 @@ def check_weights(model_dir: Path) -> None:
     Raises:
         ConversionError: a file that cannot be read, or a list of missing, surplus and misshapen tensors.
     """
-    config = read_config(model_dir)
-    ops = op_list(config)
-    check_names_and_shapes(ops, TensorReader(model_dir).shapes(), str(model_dir))
+    if is_hf_weights(model_dir):
+        config = read_config(model_dir)
+        check_names_and_shapes(op_list(config), TensorReader(model_dir).shapes(), str(model_dir))
 
 
 def _interrupt(signal_number: int, frame: Any) -> None:
@@ -142,6 +143,11 @@ def run(recipe: Recipe, console: Console, *, only: str | None = None) -> None:
     ports: list[int] = []
     if only == "train":
         check_saved_groups(recipe)
+    elif only == "rollout" and recipe.cold_start is None and not is_hf_weights(Path(recipe.model.load)):
+        raise ConfigError(
+            f"model.load={recipe.model.load}: --only rollout has no trainer to push weights, and SGLang reads no "
+            "Megatron checkpoint; convert it with tools/convert_mcore_to_hf.py"
+        )
     else:
         server_environment(recipe, os.environ)
         ports = server_ports(recipe)
@@ -207,7 +213,7 @@ def git_state(root: Path) -> dict[str, Any]:
 def ensure_cold_start(recipe: Recipe, config_path: Path, console: Console) -> Path:
     """The directory that RL starts from; trains the cold start unless an equal recipe already did."""
     if recipe.cold_start is None:
-        return Path(recipe.model.hf_dir)
+        return Path(recipe.model.load)
     out_dir = cold_start_dir(recipe)
     with ExitStack() as stack:
         lock = stack.enter_context(out_dir.with_name(out_dir.name + ".lock").open("w"))
@@ -239,13 +245,19 @@ def server_ports(recipe: Recipe) -> list[int]:
 def start_servers(
     recipe: Recipe, model_dir: Path, ports: Sequence[int], stack: ExitStack, console: Console
 ) -> list[Engine]:
-    """Start a SGLang server on each port and wait until each answers."""
+    """Start a SGLang server on each port and wait until each answers; from a Megatron checkpoint, without weights."""
     engines = []
+    has_weights = is_hf_weights(model_dir)
     _, *devices = assign_devices(recipe, os.environ)
     for i, (port, cuda_devices) in enumerate(zip(ports, devices, strict=True)):
         log_path = recipe.run_dir / "logs" / f"server_{i}.log"
         engine = Engine.start(
-            recipe, model_dir=model_dir, port=port, log_path=log_path, cuda_devices=cuda_devices
+            recipe,
+            model_dir=model_dir if has_weights else Path(recipe.model.hf_dir),
+            load_format="auto" if has_weights else "dummy",
+            port=port,
+            log_path=log_path,
+            cuda_devices=cuda_devices,
         )
         stack.callback(engine.stop)
         engines.append(engine)

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from gspo_megatron.checks import is_hf_weights
 from gspo_megatron.config import Recipe, load_recipe
 from gspo_megatron.engine import RolloutError
 from gspo_megatron.mcore.rank import run_rank
@@ -27,15 +28,14 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
     Args:
         recipe: one complete run.
         console: rank 0's; quiet elsewhere.
-        model_dir: Hugging Face directory that the servers were started with.
+        model_dir: Hugging Face directory that the servers were started with, or a Megatron checkpoint.
         server_urls: SGLang servers; empty trains on the groups in rollout.groups_dir.
     """
     from gspo_megatron.advantage import add_advantages
     from gspo_megatron.batch import make_batches
-    from gspo_megatron.checkpoint import save_checkpoint
-    from gspo_megatron.convert.hf_io import TensorReader
+    from gspo_megatron.checkpoint import load_initial_weights, save_checkpoint
     from gspo_megatron.loss import denominator, policy_loss
-    from gspo_megatron.mcore.model import build_optimizer, build_policy, export_hf, load_hf_weights
+    from gspo_megatron.mcore.model import build_optimizer, build_policy, export_hf
     from gspo_megatron.mcore.parallel import initialize
     from gspo_megatron.optimize import add_old_logprobs, optimizer_step
     from gspo_megatron.reference import ReferencePolicy
@@ -44,8 +44,10 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
     parallel = initialize(recipe)
     policy = build_policy(recipe, parallel)
     optimizer = build_optimizer(policy, recipe, recipe.optimizer)
-    load_hf_weights(policy, optimizer, TensorReader(model_dir), str(model_dir))
+    load_initial_weights(policy, optimizer, recipe, model_dir)
     weight_sync = WeightSync(policy, recipe, server_urls)
+    if not is_hf_weights(model_dir):  # SGLang cannot read it, and started without weights
+        weight_sync.push(0)
     sampler = Sampler(recipe, server_urls)
     writer = MetricsWriter(recipe.run_dir) if parallel.rank == 0 else None
     reference = ReferencePolicy(policy) if recipe.loss.kl is not None else None

@@ -14,7 +14,7 @@ fail() {
 }
 
 pin() {
-  grep -E "^($1)==" requirements/cpu.txt
+  grep -E "^($1)==" "requirements/${2:-cpu.txt}"
 }
 
 find_python() {
@@ -51,13 +51,15 @@ fi
 
 pip=(.venv/bin/python -m pip --disable-pip-version-check install)
 mapfile -t build_tools < <(pin 'pip|setuptools|packaging')
-echo "[1/4] .venv with $("$python" --version) (2 GiB, or 7 GiB where pip finds only torch's CUDA build; minutes, once)"
+echo "[1/5] .venv with $("$python" --version) (2 GiB, or 7 GiB where pip finds only torch's CUDA build; minutes, once)"
 "$python" -m venv --clear .venv
-echo "[2/4] build tools"
+echo "[2/5] build tools"
 "${pip[@]}" --quiet --no-deps "${build_tools[@]}"
-echo "[3/4] $(grep -c == requirements/cpu.txt) packages"
+echo "[3/5] $(grep -c == requirements/cpu.txt) packages"
 "${pip[@]}" --no-deps --no-build-isolation --ignore-requires-python -r requirements/cpu.txt
-echo "[4/4] what torch itself needs, where something is missing"
+echo "[4/5] what torch itself needs, where something is missing"
 grep -E '^(cuda|nvidia)-' requirements/gpu.txt > .venv/cuda-pins.txt
 "${pip[@]}" -c .venv/cuda-pins.txt "$(pin torch)"
+echo "[5/5] Transformer Engine's Python part, in a folder of its own (gspo_megatron/mcore/te_construct.py)"
+"${pip[@]}" --quiet --no-deps --target .venv/transformer-engine "$(pin transformer-engine gpu.txt)"
 touch .venv/.installed

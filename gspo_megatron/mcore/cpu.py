@@ -1,4 +1,5 @@
-"""What lets megatron-core run without CUDA, over gloo. Active exactly when the recipe says `device: cpu`.
+"""What lets megatron-core run without CUDA, over gloo. Active exactly when the recipe says `device: cpu`, and in the
+processes that only build models on the meta device (meta.py).
 
 It replaces what needs CUDA, never what computes: no number that a GPU run produces depends on this file. Call
 `install()` before the first `import megatron.core`; each replacement names the upstream place that it serves

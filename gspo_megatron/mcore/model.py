@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.parallel_state import get_data_parallel_group, is_pipeline_first_stage, is_pipeline_last_stage
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
@@ -29,7 +31,7 @@ from torch import Tensor
 
 from gspo_megatron.config import OptimizerConfig, Recipe
 from gspo_megatron.convert.families import qwen3_moe
-from gspo_megatron.convert.hf_io import TensorReader, random_tensors, read_config, write_hf_dir
+from gspo_megatron.convert.hf_io import TensorReader, read_config, write_hf_dir
 from gspo_megatron.convert.ops import (
     Box,
     ConversionError,
@@ -42,6 +44,9 @@ from gspo_megatron.convert.shards import Gatherer, Shard, load_shards
 from gspo_megatron.mcore.attention import PackedCoreAttention, TorchRMSNorm
 from gspo_megatron.mcore.parallel import Parallel
 from gspo_megatron.mcore.routing_replay import RoutingReplay
+
+Spec = Literal["local", "transformer_engine"]
+"""Whose modules a model is made of: megatron-core's own with this package's, or Transformer Engine's."""
 
 # What has no CPU implementation, switched off; none of it changes the maths.
 _CPU_CONFIG = {
@@ -62,6 +67,7 @@ _CUDA_CONFIG = {
     "bias_activation_fusion": True,
     "bias_dropout_fusion": True,
 }
+DEVICE_FIELDS: dict[Spec, dict[str, Any]] = {"local": _CPU_CONFIG, "transformer_engine": _CUDA_CONFIG}
 _EXTRA_STATE = "_extra_state"
 """In the name of what Transformer Engine keeps beside parameters: FP8 scales."""
 EXPORT_BUCKET_BYTES = 512 * 2**20
@@ -86,17 +92,9 @@ class Policy:
     """The chunks' routers; free unless loss.routing_replay is r2 and a pass records or replays."""
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """megatron-core's own description of this rank's parameters, layout-free names.
-
-        Without `_extra_state`: it is empty outside FP8, and Transformer Engine has it on modules where the CPU's
-        have none (norms), so a checkpoint that held it would load on the device that wrote it only.
-        """
+        """The function of the same name, of the parameters that the last optimizer step left."""
         self.finish_param_sync()
-        states = [c.sharded_state_dict(metadata=checkpoint_metadata()) for c in unwrap_model(self.chunks)]
-        return {
-            f"chunk{i}": {name: value for name, value in state.items() if _EXTRA_STATE not in name}
-            for i, state in enumerate(states)
-        }
+        return sharded_state_dict(unwrap_model(self.chunks))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy what dist_checkpointing loaded for sharded_state_dict into the parameters.
@@ -113,19 +111,7 @@ class Policy:
 
     def shards(self) -> list[Shard]:
         """This rank's parameters with their place in the global tensors; data is a view of the parameter."""
-        state = self.sharded_state_dict()
-        apply_factories(state)
-        return [
-            Shard(
-                mcore_name=t.key,
-                data=t.data,
-                global_shape=tuple(t.global_shape),
-                global_offset=tuple(t.global_offset),
-                is_owner=is_main_replica(t.replica_id),
-            )
-            for t in nested_values(state)
-            if isinstance(t, ShardedTensor) and t.data is not None
-        ]
+        return shards(self.sharded_state_dict())
 
     def finish_param_sync(self) -> None:
         """Make every rank's parameters those of the last optimizer step. Collective over data parallel.
@@ -140,6 +126,35 @@ class Policy:
         """Named parameters of this rank's chunks."""
         for chunk in unwrap_model(self.chunks):
             yield from chunk.named_parameters()
+
+
+def sharded_state_dict(chunks: list[GPTModel]) -> dict[str, Any]:
+    """megatron-core's own description of this rank's parameters, layout-free names.
+
+    Without `_extra_state`: it is empty outside FP8, and Transformer Engine has it on modules where the CPU's have none
+    (norms), so a checkpoint that held it would load on the device that wrote it only.
+    """
+    states = [chunk.sharded_state_dict(metadata=checkpoint_metadata()) for chunk in chunks]
+    return {
+        f"chunk{i}": {name: value for name, value in state.items() if _EXTRA_STATE not in name}
+        for i, state in enumerate(states)
+    }
+
+
+def shards(state: dict[str, Any]) -> list[Shard]:
+    """The tensors of a sharded_state_dict, each with its place in the global one; data is a view of the parameter."""
+    apply_factories(state)
+    return [
+        Shard(
+            mcore_name=t.key,
+            data=t.data,
+            global_shape=tuple(t.global_shape),
+            global_offset=tuple(t.global_offset),
+            is_owner=is_main_replica(t.replica_id),
+        )
+        for t in nested_values(state)
+        if isinstance(t, ShardedTensor) and t.data is not None
+    ]
 
 
 def checkpoint_metadata() -> dict[str, Any]:
@@ -159,10 +174,11 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // tp_size) * tp_size
 
 
-def make_config(
-    hf_config: dict[str, Any], recipe: Recipe, parallel: Parallel
-) -> tuple[TransformerConfig, qwen3_moe.ModelArguments]:
-    """TransformerConfig from config.json, the recipe's layout and its pass-through keys."""
+def config_fields(hf_config: dict[str, Any], recipe: Recipe) -> tuple[dict[str, Any], qwen3_moe.ModelArguments]:
+    """TransformerConfig's fields from config.json, the recipe's layout and its pass-through keys.
+
+    Without DEVICE_FIELDS, which go below them.
+    """
     fields, arguments = qwen3_moe.transformer_config(hf_config)
     p = recipe.parallel
     dtype = getattr(torch, recipe.model.dtype)
@@ -178,7 +194,8 @@ def make_config(
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "calculate_per_token_loss": True,
-        "variable_seq_lengths": parallel.pp_size > 1 and recipe.batch.mode == "packed",  # packs differ in length
+        # packs differ in length
+        "variable_seq_lengths": p.pipeline_model_parallel_size > 1 and recipe.batch.mode == "packed",
         "tensor_model_parallel_size": p.tensor_model_parallel_size,
         "pipeline_model_parallel_size": p.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": p.virtual_pipeline_model_parallel_size,
@@ -191,19 +208,18 @@ def make_config(
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
     }
-    device_fields = _CPU_CONFIG if recipe.device == "cpu" else _CUDA_CONFIG
-    return TransformerConfig(**{**device_fields, **fields, **recipe.model.mcore}), arguments
+    return {**fields, **recipe.model.mcore}, arguments
 
 
 def build_policy(recipe: Recipe, parallel: Parallel) -> Policy:
     """Build this rank's chunks; the weights are whatever the constructors leave. Collective (DDP buffers)."""
     hf_config = read_config(Path(recipe.model.hf_dir))
-    config, arguments = make_config(hf_config, recipe, parallel)
+    fields, arguments = config_fields(hf_config, recipe)
     ops = qwen3_moe.op_list(hf_config)
     check_table(ops)
-    padded = padded_vocab_size(arguments.vocab_size, parallel.tp_size)
-    stages = config.virtual_pipeline_model_parallel_size or 1
-    modules = [_chunk(recipe, config, arguments, padded, s if stages > 1 else None) for s in range(stages)]
+    spec: Spec = "local" if recipe.device == "cpu" else "transformer_engine"
+    config = TransformerConfig(**{**DEVICE_FIELDS[spec], **fields})
+    modules = gpt_chunks(config, arguments, spec)
     if parallel.device.type == "cuda":
         modules = [m.cuda(parallel.device) for m in modules]
     if config.bf16:
@@ -233,19 +249,25 @@ def build_policy(recipe: Recipe, parallel: Parallel) -> Policy:
     )
 
 
+def gpt_chunks(config: TransformerConfig, arguments: qwen3_moe.ModelArguments, spec: Spec) -> list[GPTModel]:
+    """This rank's bare chunks, one per virtual pipeline stage. Needs megatron-core's parallel state, moves no data."""
+    stages = config.virtual_pipeline_model_parallel_size or 1
+    return [_chunk(config, arguments, spec, stage if stages > 1 else None) for stage in range(stages)]
+
+
 def _chunk(
-    recipe: Recipe, config: TransformerConfig, arguments: qwen3_moe.ModelArguments, padded: int, vp_stage: int | None
+    config: TransformerConfig, arguments: qwen3_moe.ModelArguments, spec: Spec, vp_stage: int | None
 ) -> GPTModel:
-    use_te = recipe.device == "cuda"
-    spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=use_te, normalization=config.normalization, vp_stage=vp_stage
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=spec == "transformer_engine",
+        normalization=config.normalization,
+        vp_stage=vp_stage,
     )
-    if not use_te:
-        spec = _cpu_spec(spec)
     return GPTModel(
         config,
-        spec,
-        vocab_size=padded,
+        _cpu_spec(block) if spec == "local" else block,
+        vocab_size=padded_vocab_size(arguments.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=1,  # only learned position embeddings read it
         pre_process=is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -261,14 +283,17 @@ def _cpu_spec(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
     """The local spec with packed attention, torch's RMSNorm and Transformer Engine's checkpoint names."""
     spec.layer_norm = TorchRMSNorm
     for layer in spec.layer_specs:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchRMSNorm
-        attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
+        modules = layer.submodules
+        attention = modules.self_attention.submodules
+        modules.input_layernorm = modules.pre_mlp_layernorm = TorchRMSNorm
+        if attention.q_layernorm is not IdentityOp:
+            attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
         attention.core_attention = PackedCoreAttention
-        # In a MoE layer TE fuses the input norm into linear_qkv, and leaves pre_mlp_layernorm a module of its own.
-        layer.submodules.sharded_state_dict_keys_map = {
-            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-        }
+        # Transformer Engine fuses a norm into the linear layer behind it. Behind a MoE layer's second norm is the
+        # router, so that one stays a module of its own.
+        modules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+        if modules.mlp.func is not MoELayer:
+            modules.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return spec
 
 
@@ -313,15 +338,6 @@ def load_hf_weights(policy: Policy, optimizer: Any, read: TensorReader | dict[st
 
 def _shapes_of(read: TensorReader | dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {n: tuple(t.shape) for n, t in read.items()} if isinstance(read, dict) else read.shapes()
-
-
-def load_initial_weights(policy: Policy, optimizer: Any, recipe: Recipe) -> None:
-    """Weights as model.init says: from model.hf_dir, or drawn from the seed; the same for every layout."""
-    if recipe.model.init == "random":
-        tensors = random_tensors(policy.ops, std=policy.config.init_method_std, seed=recipe.seed)
-        load_hf_weights(policy, optimizer, dict(tensors), "random")
-    else:
-        load_hf_weights(policy, optimizer, TensorReader(Path(recipe.model.hf_dir)), recipe.model.hf_dir)
 
 
 def export_hf(policy: Policy, out_dir: Path, companions_from: Path) -> None:

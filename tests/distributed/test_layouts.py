@@ -119,7 +119,7 @@ def overrides_of(layout: str, hf_dir: str) -> tuple[int, tuple[str, ...]]:
     keys = {SIZES[name]: size for name, size in sizes.items() if name != "dp"}
     keys = {"parallel.expert_model_parallel_size": "1", "parallel.use_distributed_optimizer": "false"} | keys
     flags = [f"{key}={value}" for key, value in keys.items()]
-    flags += [f"cluster.trainer_ranks={count}", f"model.hf_dir={hf_dir}", "model.init=random"]
+    flags += [f"cluster.trainer_ranks={count}", f"model.hf_dir={hf_dir}", "model.load=random"]
     flags += ["parallel.sequence_parallel=true"] if "tp" in sizes else []
     flags += [flag for word in words if "=" not in word for flag in WORDS[word]]
     return int(count), tuple(flags)

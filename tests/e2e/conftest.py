@@ -37,7 +37,8 @@ def model_dir(tmp_path_factory):
 @pytest.fixture(scope="session")
 def recipe(model_dir):
     return load_recipe(
-        RECIPES / "gspo-tiny-moe-cpu.yaml", [f"model.hf_dir={model_dir}", "model.init=weights", "cold_start=null"]
+        RECIPES / "gspo-tiny-moe-cpu.yaml",
+        [f"model.hf_dir={model_dir}", f"model.load={model_dir}", "cold_start=null"],
     )
 
 

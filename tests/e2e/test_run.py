@@ -67,6 +67,10 @@ def minibatches(run, name):
     return [[m[name] for m in row["minibatches"]] for row in run.rows if row["minibatches"]]
 
 
+def sampled(groups):
+    return [rollout.response_ids for group in groups for rollout in group.rollouts]
+
+
 def test_first_minibatch_has_ratio_one_and_later_ones_move(joined):
     clipped, spread = (minibatches(joined, name) for name in ("clip_fraction_tokens", "log_ratio_abs_max"))
     assert [len(step) for step in clipped] == [4, 4, 4]
@@ -190,6 +194,19 @@ def test_export_and_checkpoint_hold_the_weights_that_the_trainer_had(joined, tmp
             table = model(torch.tensor([ids])).logits[0].log_softmax(-1)[:-1]
         assert_close(table.gather(1, torch.tensor(ids[1:])[:, None])[:, 0], logprobs, EXPORT_LOGPROBS)
         assert_close(from_server, logprobs, EXPORT_LOGPROBS)
+
+
+def test_run_starts_from_a_megatron_checkpoint_as_from_its_hugging_face_export(output_dir, joined):
+    one_silent_step = ["cold_start=null", "optimizer.lr=0.0", "train.num_rollout_steps=1"]
+    runs = {
+        name: finish(output_dir, f"from_{name}", f"model.load={joined.dir / name}", *one_silent_step)
+        for name in ("checkpoint", "hf")
+    }
+    tokens = {name: sampled(run.groups(1)) for name, run in runs.items()}
+    assert tokens["checkpoint"] == tokens["hf"] != sampled(joined.groups(1))
+    assert runs["checkpoint"].rows[0]["evaluation"] == runs["hf"].rows[0]["evaluation"]
+    means = [row[0] for run in runs.values() for row in minibatches(run, "mismatch_abs_mean")]
+    assert max(means) < MAX_MISMATCH
 
 
 def test_run_leaves_what_the_readme_says(joined):

@@ -375,7 +375,7 @@ time.sleep(600)
 def test_a_server_does_not_outlive_a_starter_that_was_killed(recipe, model_dir, tmp_path):
     from tests.e2e.conftest import RECIPES
 
-    overrides = [f"model.hf_dir={model_dir}", "model.init=weights"]
+    overrides = [f"model.hf_dir={model_dir}", f"model.load={model_dir}"]
     command = [sys.executable, "-c", START_AND_WAIT, str(RECIPES / "gspo-tiny-moe-cpu.yaml"), *overrides]
     with subprocess.Popen([*command, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True) as starter:
         server = int(starter.stdout.readline())

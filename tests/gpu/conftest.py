@@ -65,7 +65,7 @@ class PolicySteps:
         """Results of rank 0; overrides must name device and model.dtype."""
         common = [
             f"model.hf_dir={self.model_dir}",
-            "model.init=weights",
+            f"model.load={self.model_dir}",
             "cold_start=null",
             f"cluster.trainer_ranks={ranks}",
             f"parallel.expert_model_parallel_size={ranks}",

@@ -76,7 +76,7 @@ def test_folder_changes_with_the_files_of_the_model(tmp_path: Path) -> None:
         folders.append(cold_start_dir(recipe_with(f"model.hf_dir={hf_dir}")))
     for value in (0.0, 1.0):  # equal size: only the content differs
         save_file({"x": torch.full((4,), value)}, hf_dir / "model.safetensors")
-        folders.append(cold_start_dir(recipe_with(f"model.hf_dir={hf_dir}", "model.init=weights")))
+        folders.append(cold_start_dir(recipe_with(f"model.hf_dir={hf_dir}", f"model.load={hf_dir}")))
     assert len(set(folders)) == len(folders)
 
 

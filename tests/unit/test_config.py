@@ -168,7 +168,7 @@ def test_broken_override_is_refused(override, problem):
 
 def test_optional_section_can_be_null_where_that_makes_sense():
     assert problems_of("cold_start=null") == [
-        "cold_start: null with model.init random would train noise; give cold_start or weights"
+        "cold_start: null with model.load random would train noise; give cold_start or weights"
     ]
 
 
@@ -178,9 +178,10 @@ def test_missing_model_directory_is_refused():
 
 def test_model_directory_without_weights_is_refused_when_weights_are_wanted(tmp_path):
     (tmp_path / "config.json").touch()
-    assert problems_of(f"model.hf_dir={tmp_path}", "model.init=weights") == [
+    assert problems_of(f"model.hf_dir={tmp_path}", f"model.load={tmp_path}") == [
         f"model.hf_dir={tmp_path}: has no tokenizer.json",
-        f"model.hf_dir={tmp_path}: has no *.safetensors; or set model.init to random",
+        f"model.load={tmp_path}: neither a Hugging Face directory with *.safetensors nor a Megatron checkpoint; "
+        "random draws weights",
     ]
 
 
