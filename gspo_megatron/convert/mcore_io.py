@@ -313,6 +313,7 @@ class McoreCheckpoint:
         manifest: None where there is none and require_manifest is False.
         tensors: weights, mcore_name -> (dtype, shape as stored). Megatron-LM's stacked layers (one tensor
             [L, ...] for all) appear one by one.
+        is_stacked: layers are stored so.
         optimizer_names: keys of optimizer state, tensors and objects.
         object_names: keys of objects that hold no weights: common, random and extra state.
         unknown_names: keys of all other objects; who wants totality refuses them.
@@ -351,6 +352,7 @@ class McoreCheckpoint:
         self.object_names = tuple(n for n in others if _holds_no_weights(n))
         self.unknown_names = tuple(n for n in others if not _holds_no_weights(n))
         self._places = dict(self._name_tensors())
+        self.is_stacked = any(layer is not None for _, layer in self._places.values())
         self.tensors: Mapping[str, tuple[torch.dtype, Shape]] = {
             name: (self._stored[key].dtype, self._stored[key].shape[layer is not None :])
             for name, (key, layer) in self._places.items()
