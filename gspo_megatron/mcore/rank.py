@@ -20,7 +20,7 @@ ERROR_PREFIX = "error: "
 
 
 class OtherRankFailed(RuntimeError):
-    """Another rank raised in Parallel.on_rank_0 or on_every_rank and reports the cause; this one only stops with it."""
+    """Another rank raised in Parallel.on_rank_0 or on_every_rank; it reports the cause, this one only stops too."""
 
 
 def run_rank(

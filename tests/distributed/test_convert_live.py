@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gspo_megatron.batch import TrainSequence, pack_batch
 from gspo_megatron.convert.families.qwen3_moe import op_list
-from gspo_megatron.convert.hf_io import TensorReader, read_config
+from gspo_megatron.convert.hf_io import COMPANIONS, TensorReader, read_config
+from gspo_megatron.convert.manifest import read_manifest, verify_files
 from gspo_megatron.convert.ops import ConversionError
 from gspo_megatron.loss import sft_loss
 from gspo_megatron.types import TrainState
@@ -159,6 +160,17 @@ def test_checkpoint_has_the_names_of_transformer_engine(written: Any, folder: Pa
         assert weights[name] == shape, name
     state = json.loads((folder / "checkpoint" / "train_state.json").read_text())
     assert state == {"rollout_step": 3, "optimizer_step": 12, "weight_version": 4}
+
+
+def test_checkpoint_has_a_manifest_of_all_its_files_and_what_goes_back(written: Any, folder: Path) -> None:
+    manifest = read_manifest(folder / "checkpoint" / "manifest.json")
+    verify_files(folder / "checkpoint", manifest)
+    found = {str(f.relative_to(folder / "checkpoint")) for f in (folder / "checkpoint").rglob("*") if f.is_file()}
+    assert found == {*manifest.files, "manifest.json"}
+    data_files = {"__0_0.distcp", "__1_0.distcp", ".metadata", "metadata.json"}
+    companions = {f"hf/{f.name}" for f in (folder / "model").iterdir() if f.name in COMPANIONS}
+    assert manifest.files.keys() == data_files | companions | {"train_state.json"}
+    assert read_config(folder / "checkpoint" / "hf")["vocab_size"] == VOCAB
 
 
 def test_every_rank_refuses_to_write_over_what_exists(written: list[dict[str, Any]], folder: Path) -> None:
