@@ -311,7 +311,8 @@ def test_metadata_that_names_anything_else_is_refused_and_nothing_is_called(tmp_
         ConversionError, match="refused: names torch.distributed.checkpoint.metadata.Metadata.__init__"
     ):
         McoreCheckpoint(tmp_path)
-    for damaged in (b"", b"\x80\x04", pickle.dumps({"state_dict_metadata": {}}), b"no pickle"):
+    absurd = b"\x80\x04\x8e" + b"\xff" * 8  # a text of 2^64 - 1 bytes
+    for damaged in (absurd, b"", b"\x80\x04", pickle.dumps({"state_dict_metadata": {}}), b"no pickle"):
         with_metadata(tmp_path, damaged)
         with pytest.raises(ConversionError, match=r"\.metadata: damaged, or no checkpoint metadata"):
             McoreCheckpoint(tmp_path)
