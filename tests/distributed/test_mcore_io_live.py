@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.batch import TrainSequence, pack_batch
-from gspo_megatron.convert.families.qwen3_moe import op_list
+from gspo_megatron.convert.families import table_for
 from gspo_megatron.convert.hf_io import read_config
 from gspo_megatron.convert.manifest import Manifest, hash_file, write_manifest
 from gspo_megatron.convert.mcore_io import (
@@ -143,7 +143,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def want(folder: Path) -> dict[str, Tensor]:
     """The weights under Megatron's names."""
-    ops = op_list(read_config(folder / "model"))
+    ops = table_for(read_config(folder / "model"), ())
     hf = tiny_tensors(ops)
     return {op.mcore_name: op.read_mcore(whole(op.shape), lambda n, box: hf[n][slices(box)]) for op in ops}
 

@@ -117,10 +117,10 @@ def test_weights_that_do_not_fit_are_refused_before_a_server_starts(tmp_path: Pa
     shutil.copytree("recipes/tiny-moe", tmp_path / "hf")
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"cut short")
     with pytest.raises(ConversionError, match="model.safetensors"):
-        check_weights(tmp_path / "hf")
+        check_weights(tmp_path / "hf", Path("recipes/tiny-moe"))
     save_file({"model.norm.weight": torch.ones(96)}, tmp_path / "hf" / "model.safetensors")
     with pytest.raises(ConversionError, match="missing model.embed_tokens.weight"):
-        check_weights(tmp_path / "hf")
+        check_weights(tmp_path / "hf", Path("recipes/tiny-moe"))
 
 
 def test_dry_run_checks_the_recipe_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
