@@ -8,20 +8,31 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from gspo_megatron.checks import is_hf_weights
 from gspo_megatron.config import Recipe
-from gspo_megatron.convert.hf_io import TensorReader, random_tensors
+from gspo_megatron.convert.hf_io import COMPANIONS, TensorReader, random_tensors
+from gspo_megatron.convert.manifest import MANIFEST, Manifest, hash_file, write_manifest
 from gspo_megatron.mcore.model import Policy, load_hf_weights
-from gspo_megatron.mcore.torch_dist import read_weights, write_shards
+from gspo_megatron.mcore.torch_dist import hash_shards, read_weights, write_shards
 from gspo_megatron.types import TrainState
 
+HF_SUBFOLDER = "hf"
+"""Of a Megatron checkpoint: what a Hugging Face directory has beside its weights."""
 
-def save_checkpoint(policy: Policy, optimizer: Any, state: TrainState, out_dir: Path) -> None:
-    """Write weights, optimizer state and counters. Collective over all ranks.
+
+def save_checkpoint(
+    policy: Policy, optimizer: Any, state: TrainState, out_dir: Path, *, companions_from: Path
+) -> None:
+    """Write weights, optimizer state, counters and a manifest. Collective over all ranks.
 
     The directory appears under its name only when every rank has written.
+
+    Args:
+        policy: its weights.
+        optimizer: its state.
+        state: counters.
+        out_dir: must not exist.
+        companions_from: Hugging Face directory whose config and tokenizer files go into hf/, for the way back.
 
     Raises:
         ValueError: out_dir exists.
@@ -36,12 +47,20 @@ def save_checkpoint(policy: Policy, optimizer: Any, state: TrainState, out_dir: 
 
     policy.parallel.on_rank_0(prepare)
     write_shards(policy, optimizer, tmp)
+    files = hash_shards(policy, tmp)
 
     def publish() -> None:
         (tmp / "train_state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
+        (tmp / HF_SUBFOLDER).mkdir()
+        for name in COMPANIONS:
+            if (companions_from / name).is_file():
+                shutil.copyfile(companions_from / name, tmp / HF_SUBFOLDER / name)
+        names = (str(path.relative_to(tmp)) for path in tmp.rglob("*") if path.is_file())
+        for name in sorted(set(names) - files.keys()):
+            files[name] = hash_file(tmp / name)
+        write_manifest(tmp / MANIFEST, Manifest(kind="mcore", files=files))
         tmp.rename(out_dir)
 
-    dist.barrier()
     policy.parallel.on_rank_0(publish)
 
 
@@ -70,10 +89,13 @@ def load_weights(policy: Policy, optimizer: Any, checkpoint_dir: Path) -> None:
 
     Collective over all ranks.
 
+    Args:
+        policy: its parameters are filled.
+        optimizer: its master copies follow.
+        checkpoint_dir: of save_checkpoint, or converted, with latest_checkpointed_iteration.txt or without.
+
     Raises:
-        ValueError: checkpoint_dir is not a finished checkpoint.
+        ConversionError: as read_weights.
     """
-    if not (checkpoint_dir / "train_state.json").is_file():
-        raise ValueError(f"{checkpoint_dir}: not a finished checkpoint; it has no train_state.json")
     read_weights(policy, checkpoint_dir)
     optimizer.reload_model_params()

@@ -116,7 +116,8 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
     weight_sync.close()
     if state.optimizer_step:
         console.print("saving the Megatron checkpoint and the Hugging Face export")
-        save_checkpoint(policy, optimizer, state, recipe.run_dir / "checkpoint")
+        hf_dir = Path(recipe.model.hf_dir)
+        save_checkpoint(policy, optimizer, state, recipe.run_dir / "checkpoint", companions_from=hf_dir)
     else:
         console.print("no optimizer step was taken, every response was filtered: no checkpoint; exporting the weights")
     export_hf(policy, recipe.run_dir / "hf", Path(recipe.model.hf_dir))

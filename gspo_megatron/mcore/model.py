@@ -344,7 +344,7 @@ def export_hf(policy: Policy, out_dir: Path, companions_from: Path) -> None:
     """Write a Hugging Face directory from the live ranks. Collective over the default group.
 
     Raises:
-        ConversionError: out_dir exists; on rank 0, RankZeroFailed on the others.
+        ConversionError: out_dir exists; on rank 0, OtherRankFailed on the others.
     """
     gatherer = Gatherer(policy.shards(), policy.ops)
     buckets = gatherer.buckets(EXPORT_BUCKET_BYTES)

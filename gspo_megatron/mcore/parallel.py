@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from gspo_megatron.batch import BatchLayout
 from gspo_megatron.config import Recipe
 from gspo_megatron.mcore import router_padding
-from gspo_megatron.mcore.rank import RankZeroFailed
+from gspo_megatron.mcore.rank import OtherRankFailed
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class Parallel:
         """Run fn on rank 0 and hand its (picklable) result to all. Collective over the default group.
 
         Raises:
-            RankZeroFailed: on the other ranks, when fn raised on rank 0; so that none waits in a collective.
+            OtherRankFailed: on the other ranks, when fn raised on rank 0; so that none waits in a collective.
         """
         box: list[Any] = [False, None]
         try:
@@ -75,9 +75,26 @@ class Parallel:
         finally:
             dist.broadcast_object_list(box, src=0)
         if not box[0]:
-            raise RankZeroFailed("rank 0 failed; its message is above or in its log")
+            raise OtherRankFailed("rank 0 failed; its message is above or in its log")
         result: T = box[1]
         return result
+
+    def on_every_rank(self, fn: Callable[[], T]) -> list[T]:
+        """Run fn on each rank and hand all (picklable) results, by rank, to all. Collective over the default group.
+
+        Raises:
+            OtherRankFailed: on the ranks where fn did not raise, when it raised on one.
+        """
+        mine: tuple[bool, Any] = (False, None)
+        boxes: list[Any] = [None] * self.world_size
+        try:
+            mine = (True, fn())
+        finally:
+            dist.all_gather_object(boxes, mine)
+        failed = [rank for rank, (is_done, _) in enumerate(boxes) if not is_done]
+        if failed:
+            raise OtherRankFailed(f"ranks {failed} failed; their messages are above or in their logs")
+        return [result for _, result in boxes]
 
 
 def pack_alignment(recipe: Recipe) -> int:

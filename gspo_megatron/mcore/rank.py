@@ -19,8 +19,8 @@ ERROR_PREFIX = "error: "
 """launch.py shows the first line of the log that starts so."""
 
 
-class RankZeroFailed(RuntimeError):
-    """Rank 0 raised in Parallel.on_rank_0; it reports the cause, this rank only stops with it."""
+class OtherRankFailed(RuntimeError):
+    """Another rank raised in Parallel.on_rank_0 or on_every_rank; it reports the cause, this one only stops too."""
 
 
 def run_rank(
@@ -29,7 +29,7 @@ def run_rank(
     """Run body; a failure ends the process with status 1.
 
     Only rank 0's console writes. Every error is one line on stderr that launch.py can show; one that is not expected
-    has its traceback before it, and a rank that only stops because rank 0 failed says nothing.
+    has its traceback before it, and a rank that only stops because another failed says nothing.
 
     Args:
         recipe: decides the device.
@@ -48,7 +48,7 @@ def run_rank(
     sys.excepthook = _print_unexpected
     try:
         body(console)
-    except RankZeroFailed:
+    except OtherRankFailed:
         os._exit(1)  # without the process group's clean-up: others may be in a collective, and torchrun ends them
     except known as error:
         print(f"{ERROR_PREFIX}{error}", file=sys.stderr, flush=True)

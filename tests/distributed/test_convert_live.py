@@ -5,6 +5,7 @@ The vocabulary is odd, so that tensor parallelism pads it.
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gspo_megatron.batch import TrainSequence, pack_batch
 from gspo_megatron.convert.families.qwen3_moe import op_list
-from gspo_megatron.convert.hf_io import TensorReader, read_config
+from gspo_megatron.convert.hf_io import COMPANIONS, TensorReader, read_config
+from gspo_megatron.convert.manifest import read_manifest, verify_files
 from gspo_megatron.convert.ops import ConversionError
 from gspo_megatron.loss import sft_loss
 from gspo_megatron.types import TrainState
@@ -61,9 +63,10 @@ def write_all(rank: int, folder: Path) -> dict[str, Any]:
     optimizer_step(policy, optimizer, batch, sft_loss, denominator=8, lr=0.0, temperature=1.0)
     state = TrainState(rollout_step=3, optimizer_step=12, weight_version=4)
     results = {"gathered": hf_tensors(policy)}
-    save_checkpoint(policy, optimizer, state, folder / "checkpoint")
+    save = partial(save_checkpoint, policy, optimizer, state, companions_from=folder / "model")
+    save(folder / "checkpoint")
     export_hf(policy, folder / "hf", folder / "model")
-    results["second_save"] = raised(save_checkpoint, policy, optimizer, state, folder / "checkpoint")
+    results["second_save"] = raised(save, folder / "checkpoint")
     results["second_export"] = raised(export_hf, policy, folder / "hf", folder / "model")
     misfit = tiny_tensors(policy.ops)
     misfit["model.norm.weight"] = torch.zeros(95)
@@ -105,7 +108,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def written(folder: Path) -> list[dict[str, Any]]:
     results = spawn(write_all, 2, folder, timeout_s=120)
     half_written = shutil.copytree(folder / "checkpoint", folder / "half_written")
-    (Path(half_written) / "train_state.json").unlink()
+    (Path(half_written) / "manifest.json").unlink()
     return results
 
 
@@ -159,10 +162,21 @@ def test_checkpoint_has_the_names_of_transformer_engine(written: Any, folder: Pa
     assert state == {"rollout_step": 3, "optimizer_step": 12, "weight_version": 4}
 
 
+def test_checkpoint_has_a_manifest_of_all_its_files_and_what_goes_back(written: Any, folder: Path) -> None:
+    manifest = read_manifest(folder / "checkpoint" / "manifest.json")
+    verify_files(folder / "checkpoint", manifest)
+    found = {str(f.relative_to(folder / "checkpoint")) for f in (folder / "checkpoint").rglob("*") if f.is_file()}
+    assert found == {*manifest.files, "manifest.json"}
+    data_files = {"__0_0.distcp", "__1_0.distcp", ".metadata", "metadata.json"}
+    companions = {f"hf/{f.name}" for f in (folder / "model").iterdir() if f.name in COMPANIONS}
+    assert manifest.files.keys() == data_files | companions | {"train_state.json"}
+    assert read_config(folder / "checkpoint" / "hf")["vocab_size"] == VOCAB
+
+
 def test_every_rank_refuses_to_write_over_what_exists(written: list[dict[str, Any]], folder: Path) -> None:
     for what, name in (("second_save", "checkpoint"), ("second_export", "hf")):
         assert f"{folder / name}: exists" in written[0][what]
-        assert written[1][what].startswith("RankZeroFailed")
+        assert written[1][what].startswith("OtherRankFailed")
     assert sorted(f.name for f in folder.iterdir()) == ["checkpoint", "half_written", "hf", "model"]
 
 
@@ -183,5 +197,6 @@ def test_another_layout_loads_checkpoint_and_export(loaded: list[dict[str, Any]]
 
 
 def test_half_written_checkpoint_is_refused_on_every_rank(loaded: list[dict[str, Any]], folder: Path) -> None:
+    want = f"ConversionError: {folder / 'half_written'}: not a finished checkpoint; it has no manifest.json"
     for results in loaded:
-        assert results["half_written"].startswith(f"ValueError: {folder / 'half_written'}: not a finished checkpoint")
+        assert results["half_written"].startswith(want)

@@ -49,7 +49,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     step = partial(optimizer_step, policy, optimizer, batch, loss_fn, lr=job["lr"], temperature=1.0)
     steps = [step(denominator=batch.num_responses) for _ in range(job["num_steps"])]
     if job["save"]:
-        save_checkpoint(policy, optimizer, TrainState(optimizer_step=len(steps)), Path(job["save"]))
+        state, hf_dir = TrainState(optimizer_step=len(steps)), Path(recipe.model.hf_dir)
+        save_checkpoint(policy, optimizer, state, Path(job["save"]), companions_from=hf_dir)
     results |= {
         "loss": [s.loss for s in steps],
         "grad_norm": [s.grad_norm for s in steps],
