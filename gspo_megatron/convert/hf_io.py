@@ -187,6 +187,19 @@ class TensorReader:
         except ValueError as error:
             raise ConversionError(f"{self._file_of[weight.scale_name]}: {weight.scale_name}: {error}") from error
 
+    def stored(self) -> dict[str, tuple[torch.dtype, Shape]]:
+        """Dtype and shape of each tensor of the files: of FP8 weights payload and scale."""
+        return self._stored
+
+    def scale_name(self, name: str) -> str | None:
+        """Under which the scale of an FP8 weight is stored; None for others."""
+        weight = self._fp8.get(name)
+        return weight.scale_name if weight is not None else None
+
+    def read_stored(self, name: str, box: Box) -> Tensor:
+        """A box of a tensor as the file has it: a view of the mapped file, do not write to it."""
+        return self._mapped(name)[slices(box)]
+
     def _mapped(self, name: str) -> Tensor:
         tensor: Tensor = self._handles[self._file_of[name]].get_tensor(name)
         return tensor

@@ -1,0 +1,62 @@
+"""kill -9 at random points of a conversion: never a half-written target, and resuming gives the same bytes."""
+
+import os
+import random
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.conversion import command, environment, hashes, make_hf_dir
+
+NUM_KILLS = 20
+SIZES = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 6}
+SMALL_FILES = "6MB"
+TOOLS = {"convert_hf_to_mcore": ("--hf-dir", "--mcore-dir"), "convert_mcore_to_hf": ("--mcore-dir", "--hf-dir")}
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A model of 300 MiB in both forms."""
+    folder = tmp_path_factory.mktemp("kill")
+    make_hf_dir(folder / "hf", dtype=torch.bfloat16, num_files=4, **SIZES)
+    subprocess.run(arguments("convert_hf_to_mcore", folder / "hf", folder / "mcore"), env=environment(), check=True)
+    return {"convert_hf_to_mcore": folder / "hf", "convert_mcore_to_hf": folder / "mcore"}
+
+
+def arguments(tool, source, target):
+    first, second = TOOLS[tool]
+    return command(tool, first, source, second, target, "--max-shard-size", SMALL_FILES, "--workers", 2)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_killed_conversions_resume_to_the_same_bytes(tool, sources, tmp_path):
+    seed = int(os.environ.get("KILL_SEED", random.randrange(2**32)))
+    print(f"KILL_SEED={seed}")
+    draw = random.Random(seed)
+    start_s = time.monotonic()
+    subprocess.run(arguments(tool, sources[tool], tmp_path / "whole"), env=environment(), check=True)
+    seconds = time.monotonic() - start_s
+    want = hashes(tmp_path / "whole")
+    num_partial = 0
+    for kill in range(NUM_KILLS):
+        target = tmp_path / f"target{kill}"
+        delay_s = draw.uniform(0.2, 1.0) * seconds
+        process = subprocess.Popen(arguments(tool, sources[tool], target), env=environment())
+        time.sleep(delay_s)
+        process.kill()
+        process.wait()
+        assert not target.exists() or hashes(target) == want, f"KILL_SEED={seed}, after {delay_s} s"
+        partial = Path(f"{target}.partial")
+        num_partial += partial.exists()
+        if not target.exists():
+            subprocess.run(arguments(tool, sources[tool], target), env=environment(), check=True)
+        assert hashes(target) == want, f"KILL_SEED={seed}, after {delay_s} s"
+        assert not partial.exists()
+        shutil.rmtree(target)
+    assert num_partial >= NUM_KILLS // 4, "most kills came before or after the writing"
