@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gspo_megatron.convert.fp8_io import find_fp8
-from gspo_megatron.convert.ops import Box, ConversionError, Shape, TensorMap, raise_problems, slices, whole
+from gspo_megatron.convert.mapped import StoredTensor, map_box
+from gspo_megatron.convert.ops import Box, ConversionError, Shape, TensorMap, raise_problems, whole
 from gspo_megatron.convert.safetensors_io import (
     INDEX_NAME,
     MAX_FILE_BYTES,
@@ -115,19 +116,18 @@ class TensorReader:
             raise ConversionError(f"dtype={dtype}: wants bfloat16 or float32")
         self._dtype = dtype
         files, weight_map = _find_files(hf_dir)
-        self._stored: dict[str, tuple[torch.dtype, Shape]] = {}
+        self._places: dict[str, StoredTensor] = {}
         self._file_of: dict[str, Path] = {}
         for file in files:
-            for name, spec in read_header(file).items():
-                if name in self._stored:
+            for name, place in read_header(file).items():
+                if name in self._places:
                     raise ConversionError(f"{file}: {name} occurs in {self._file_of[name].name} too")
-                self._stored[name], self._file_of[name] = spec, file
+                self._places[name], self._file_of[name] = place, file
         if weight_map is not None:
             _check_index(hf_dir, weight_map, self._file_of)
-        try:
-            self._handles = {file: safe_open(file, framework="pt") for file in files}
-        except SafetensorError as error:  # what its own checks have beyond read_header's
-            raise ConversionError(f"{hf_dir}: {error}") from error
+        self._fds = {file: os.open(file, os.O_RDONLY | os.O_CLOEXEC) for file in files}
+        weakref.finalize(self, _close, list(self._fds.values()))
+        self._stored = {name: (place.dtype, place.shape) for name, place in self._places.items()}
         config = read_config(hf_dir) if (hf_dir / "config.json").exists() else {}
         self._fp8 = find_fp8(self._stored, config.get("quantization_config"), str(hf_dir))
         scales = {weight.scale_name for weight in self._fp8.values()}
@@ -172,14 +172,14 @@ class TensorReader:
         shape = self._tensors[name][1]
         inside = (0 <= start <= stop <= n for (start, stop), n in zip(box, shape, strict=True))
         assert all(inside), f"{name}: box {box} of shape {shape}"
-        part = self._mapped(name)[slices(box)]
+        part = self.read_stored(name, box)
         weight = self._fp8.get(name)
         if weight is None:
             return part
         try:
             return weight.dequantize(
                 part,
-                self._mapped(weight.scale_name),
+                self.read_stored(weight.scale_name, whole(self._stored[weight.scale_name][1])),
                 shape,
                 offset=tuple(start for start, _ in box),
                 dtype=self._dtype,
@@ -198,11 +198,12 @@ class TensorReader:
 
     def read_stored(self, name: str, box: Box) -> Tensor:
         """A box of a tensor as the file has it: a view of the mapped file, do not write to it."""
-        return self._mapped(name)[slices(box)]
+        return map_box(self._fds[self._file_of[name]], self._places[name], box)
 
-    def _mapped(self, name: str) -> Tensor:
-        tensor: Tensor = self._handles[self._file_of[name]].get_tensor(name)
-        return tensor
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _check_index(hf_dir: Path, weight_map: Mapping[str, str], file_of: Mapping[str, Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable
 from itertools import combinations
@@ -13,9 +12,10 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.convert.manifest import Manifest, verify_files
+from gspo_megatron.convert.mapped import StoredTensor, map_box
 from gspo_megatron.convert.mcore_layout import METADATA, Chunk, Stored, meet, relative
 from gspo_megatron.convert.ops import Box, ConversionError, extent, slices
-from gspo_megatron.convert.unpickle import StoredTensor, locate_tensor
+from gspo_megatron.convert.unpickle import locate_tensor
 
 
 class DataFiles:
@@ -54,19 +54,7 @@ class DataFiles:
     def _map(self, key: str, stored: Stored, chunk: Chunk, box: Box) -> Tensor:
         """A box inside a chunk, as a view of a private mapping of just its range of the file."""
         fd = self._open(chunk, key)
-        tensor = self._locate(key, stored, chunk, fd)
-        size, start = extent(box), [a for a, _ in relative(box, chunk.box)]
-        itemsize = tensor.dtype.itemsize
-        first = tensor.offset + itemsize * sum(a * step for a, step in zip(start, tensor.stride, strict=True))
-        span = 1 + sum((n - 1) * step for n, step in zip(size, tensor.stride, strict=True))
-        page = first - first % mmap.ALLOCATIONGRANULARITY
-        # Private and writable: torch has no read-only tensors, and a write into one would end the process.
-        mapped = mmap.mmap(fd, first - page + span * itemsize, access=mmap.ACCESS_COPY, offset=page)
-        mapped.madvise(mmap.MADV_WILLNEED)  # one long read, not one per page
-        data = torch.frombuffer(mapped, dtype=torch.uint8, offset=first - page)
-        if first % itemsize:  # other writers do not align
-            data = data.clone()
-        return data.view(tensor.dtype).as_strided(size, tensor.stride)
+        return map_box(fd, self._locate(key, stored, chunk, fd), relative(box, chunk.box))
 
     def _locate(self, key: str, stored: Stored, chunk: Chunk, fd: int) -> StoredTensor:
         if chunk not in self._located:

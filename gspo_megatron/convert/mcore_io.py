@@ -23,18 +23,9 @@ from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from gspo_megatron.convert.disk import WRITE_BYTES, Writeback
 from gspo_megatron.convert.manifest import (
     MANIFEST,
     FileRecord,
@@ -73,7 +64,6 @@ CONTENT_METADATA = {
 """How the keys of a checkpoint are to be read: layers by their own names, experts stacked, optimizer reshardable."""
 _ALIGNMENT = 64
 """torch.save aligns a storage to this within its item; so are items, so that a mapped tensor is aligned."""
-_BUFFER_BYTES = 2**20
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _STACKED_LAYERS = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.+)")
 _NO_WEIGHTS = ("common_state", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
@@ -161,9 +151,10 @@ class DataFileWriter:
     def __enter__(self) -> DataFileWriter:
         """Open the file."""
         try:
-            self._file = self._path.open("wb", buffering=_BUFFER_BYTES)
+            self._file = self._path.open("wb", buffering=WRITE_BYTES)
         except OSError as error:
             raise ConversionError(f"{self._path}: {error.strerror}") from error
+        self._writeback = Writeback(self._file.fileno())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -188,7 +179,8 @@ class DataFileWriter:
             mcore_name: its key.
             shape: global.
             dtype: of the file.
-            read_box: box -> that box, in this dtype; called once per box of plan_chunks, in order; one is held.
+            read_box: box -> that box, in this dtype; called once per box of plan_chunks, in order; what it gives is
+                held until it is called again, no longer.
 
         Raises:
             ConversionError: read_box gave another shape or dtype, the name occurs twice, or the disk refused.
@@ -230,13 +222,16 @@ class DataFileWriter:
 
     def write(self, data: memoryview) -> int:
         """For torch.save: append bytes to the file and to its hash."""
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self._failure = error
-            raise
-        self._hash.update(data)
+        for first in range(0, len(data), WRITE_BYTES):
+            piece = data[first : first + WRITE_BYTES]
+            self._hash.update(piece)
+            try:
+                self._file.write(piece)
+            except OSError as error:
+                self._failure = error
+                raise
         self._num_bytes += len(data)
+        self._writeback.advance(self._num_bytes)
         return len(data)
 
     def flush(self) -> None:
@@ -257,31 +252,42 @@ def write_checkpoint_metadata(folder: Path, data_files: Iterable[DataFile], comm
     Raises:
         ConversionError: a tensor occurs in two files, or the disk refused.
     """
+    # Half a second, which the workers of a conversion and its way back need not spend.
+    from torch.distributed.checkpoint import filesystem, metadata
+
     ordered = sorted(data_files, key=lambda f: (len(f.file), f.file))
     names = [name for f in ordered for name in f.tensors]
     raise_problems(f"{folder}: written twice", [name for name, count in Counter(names).items() if count > 1])
     content = io.BytesIO()
     torch.save([dict(common)], content)
-    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
+    tensors: dict[str, metadata.TensorStorageMetadata | metadata.BytesStorageMetadata] = {}
+    storage: dict[metadata.MetadataIndex, filesystem._StorageInfo] = {}
     for data_file in ordered:
         _describe(data_file, tensors, storage)
-    tensors[COMMON_KEY] = BytesStorageMetadata()
-    storage[MetadataIndex(COMMON_KEY)] = _StorageInfo(COMMON_FILE, 0, len(content.getbuffer()))
-    metadata = Metadata(
+    tensors[COMMON_KEY] = metadata.BytesStorageMetadata()
+    storage[metadata.MetadataIndex(COMMON_KEY)] = filesystem._StorageInfo(COMMON_FILE, 0, len(content.getbuffer()))
+    described = metadata.Metadata(
         state_dict_metadata=tensors,
         planner_data=None,
         storage_data=storage,
-        storage_meta=StorageMeta(),
-        version=CURRENT_DCP_VERSION,
+        storage_meta=metadata.StorageMeta(),
+        version=filesystem.CURRENT_DCP_VERSION,
     )
     _write_file(folder / COMMON_FILE, content.getvalue())
-    _write_file(folder / METADATA, pickle.dumps(metadata, protocol=4))
+    _write_file(folder / METADATA, pickle.dumps(described, protocol=4))
     _write_file(folder / CONFIG, json.dumps(BACKEND).encode())  # last: it is what makes the folder a checkpoint
     return [COMMON_FILE, METADATA, CONFIG]
 
 
-def _describe(data_file: DataFile, tensors: dict[str, Any], storage: dict[MetadataIndex, _StorageInfo]) -> None:
+def _describe(data_file: DataFile, tensors: dict[str, Any], storage: dict[Any, Any]) -> None:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     # Interned: pickle writes a text once per object, and equal ones that came out of a journal are several.
     for name, record in data_file.tensors.items():
         properties = TensorProperties(dtype=dtype_of(record.dtype))

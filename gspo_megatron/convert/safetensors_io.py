@@ -19,6 +19,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from gspo_megatron.convert.disk import WRITE_BYTES, Writeback
+from gspo_megatron.convert.mapped import StoredTensor, contiguous_stride
 from gspo_megatron.convert.ops import ConversionError, Shape
 
 TensorSpec = tuple[str, torch.dtype, Shape]
@@ -26,8 +28,6 @@ TensorSpec = tuple[str, torch.dtype, Shape]
 MAX_FILE_BYTES = 5 * 10**9
 """Hugging Face's default size of a shard."""
 INDEX_NAME = "model.safetensors.index.json"
-_WRITE_BYTES = 4 * 2**20
-"""Hashed and written at a time: the second hash and the write find the bytes in the cache."""
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors package's own limit
 
 _DTYPES = {
@@ -48,8 +48,8 @@ _DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def read_header(path: Path) -> dict[str, tuple[torch.dtype, Shape]]:
-    """Dtype and shape of each tensor of a file whose header fits its size.
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Dtype, shape and place of each tensor of a file whose header fits its size.
 
     Raises:
         ConversionError: unreadable, truncated or corrupt; names the file and, where it can, the tensor.
@@ -75,7 +75,15 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, Shape]]:
     header.pop("__metadata__", None)
     spans = {name: _span(entry, f"{path}: {name}") for name, entry in header.items()}
     _check_spans(path, spans, file_bytes - 8 - header_bytes)
-    return {name: (_DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()}
+    return {
+        name: StoredTensor(
+            dtype=_DTYPES[entry["dtype"]],
+            shape=tuple(entry["shape"]),
+            stride=contiguous_stride(tuple(entry["shape"])),
+            offset=8 + header_bytes + spans[name][0],
+        )
+        for name, entry in header.items()
+    }
 
 
 def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -219,6 +227,7 @@ class SafetensorsWriter:
             self._out = path.open("xb", buffering=0)
         except OSError as error:
             raise ConversionError(f"{path}: {error.strerror}") from error
+        self._writeback = Writeback(self._out.fileno())
         self._put(memoryview(file.header), "the header", self._hash)
 
     @property
@@ -249,12 +258,13 @@ class SafetensorsWriter:
 
     def _put(self, data: memoryview, what: str, *hashes: xxhash.xxh3_128) -> None:
         try:
-            for start in range(0, len(data), _WRITE_BYTES):
-                part = data[start : start + _WRITE_BYTES]
+            for start in range(0, len(data), WRITE_BYTES):
+                part = data[start : start + WRITE_BYTES]
                 for running in hashes:
                     running.update(part)
                 while part:
                     part = part[self._out.write(part) :]
+                self._writeback.advance(self._out.tell())
         except OSError as error:
             raise ConversionError(
                 f"{self._path}: {what}: {error.strerror}; the file needs {self._file.total_bytes} bytes"

@@ -52,6 +52,8 @@ class ToHf:
 
     mcore_dir: Path
     require_manifest: bool
+    verify_files: bool
+    """Hash data files before they are used: needless where the manifest has a hash of every tensor to compare."""
     companions_dir: Path
     """config.json, tokenizer."""
     table: tuple[TensorMap, ...]
@@ -91,7 +93,7 @@ class ToHf:
 
     @cached_property
     def _checkpoint(self) -> McoreCheckpoint:
-        return McoreCheckpoint(self.mcore_dir, require_manifest=self.require_manifest)
+        return McoreCheckpoint(self.mcore_dir, require_manifest=self.require_manifest, verify=self.verify_files)
 
     @cached_property
     def _export(self) -> Fp8Export | None:
@@ -157,10 +159,11 @@ class ToHf:
 
     def _check_hashes(self, found: Mapping[str, TensorRecord]) -> None:
         manifest = self._checkpoint.manifest
-        if manifest is None or not manifest.tensors:
+        if manifest is None:
             return
-        wrong = [n for n, record in found.items() if manifest.tensors[n].hash != record.hash]
-        problems = [f"{name}, in {manifest.tensors[name].file}" for name in wrong]
+        wanted = manifest.tensors
+        wrong = [n for n, record in found.items() if n in wanted and wanted[n].hash != record.hash]
+        problems = [f"{name}, in {wanted[name].file}" for name in wrong]
         raise_problems(f"{self._checkpoint.folder}: tensors do not have the hash of the manifest", problems)
 
     def finish(self, directory: Path, records: Sequence[Record]) -> None:
@@ -269,6 +272,7 @@ def plan_to_hf(
     return ToHf(
         mcore_dir=mcore_dir.absolute(),
         require_manifest=require_manifest,
+        verify_files=checkpoint.manifest is None or not checkpoint.manifest.tensors.keys() >= found.keys(),
         companions_dir=companions_dir.absolute(),
         table=tuple(table),
         source=found,

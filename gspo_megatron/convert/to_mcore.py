@@ -139,7 +139,7 @@ class ToMcore:
         with DataFileWriter(path) as writer:
             for op in self._groups[index]:
                 dtype, shape = self.target[op.mcore_name]
-                read = _Read(op, dtype, read_hf, report)
+                read = BoxSource(op, dtype, read_hf, report)
                 writer.write_tensor(op.mcore_name, shape, dtype, read)
                 for name, hf_shape in op.hf_shapes.items():
                     if num_read[name] != prod(hf_shape):
@@ -180,17 +180,29 @@ class ToMcore:
         write_synced(directory / "latest_checkpointed_iteration.txt", b"0\n")
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """Boxes of a Megatron tensor for the writer."""
+@dataclass(slots=True)
+class BoxSource:
+    """Boxes of a Megatron tensor for the writer, each gone with the next.
+
+    Those that are put together share one piece of memory: with a new tensor for each, glibc's heap (2.36) grew by as
+    much as all boxes of a file have together.
+    """
 
     op: TensorMap
     dtype: torch.dtype
     read_hf: Callable[[str, Box], Tensor]
     report: Callable[[int], None]
+    memory: Tensor | None = None
 
     def __call__(self, box: Box) -> Tensor:
-        tensor = self.op.read_mcore(box, self.read_hf).to(self.dtype)
+        if len(self.op.blocks_within(box)) == 1:
+            tensor = self.op.read_mcore(box, self.read_hf).to(self.dtype)  # mostly a view
+        else:
+            num_elements = prod(extent(box))
+            if self.memory is None or len(self.memory) < num_elements:
+                self.memory = torch.empty(num_elements, dtype=self.dtype)
+            tensor = self.memory[:num_elements].view(extent(box))
+            self.op.load_into(tensor, box, self.read_hf)
         self.report(tensor.nbytes)
         return tensor
 

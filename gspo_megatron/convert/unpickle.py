@@ -17,13 +17,13 @@ import struct
 import types
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 
 from gspo_megatron.convert.manifest import DTYPES
+from gspo_megatron.convert.mapped import StoredTensor
 from gspo_megatron.convert.ops import ConversionError, Shape
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -146,18 +146,6 @@ def load_common(data: bytes, where: str) -> Any:
     except (*_DAMAGED, RuntimeError) as error:  # RuntimeError: torch's zip reader
         reason = next((line.strip() for line in str(error).splitlines() if "nsupported" in line), str(error))
         raise ConversionError(f"{where}: common state damaged or refused ({reason[:300]})") from error
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor inside a data file; the storage is a plain range of the file's bytes."""
-
-    dtype: torch.dtype
-    shape: Shape
-    stride: tuple[int, ...]
-    """Elements."""
-    offset: int
-    """Bytes from the file's start to element (0, ..., 0)."""
 
 
 class _Window(io.RawIOBase):

@@ -298,15 +298,15 @@ def test_box_that_does_not_lie_inside_is_not_cut_to_fit(box: tuple[tuple[int, in
 def test_reading_takes_no_memory_of_its_own(tmp_path: Path) -> None:
     save_file({"x": torch.ones(2**26, dtype=torch.uint8)}, tmp_path / "model.safetensors")
     reader = TensorReader(tmp_path)
-    before = anonymous_bytes()
+    before = status_bytes("RssAnon")
     part, whole = reader.read_box("x", ((7, 2**25),)), reader.read("x")
     assert int(part.sum()) == 2**25 - 7 and int(whole.sum()) == 2**26
-    assert anonymous_bytes() - before < 2**23
+    assert status_bytes("RssAnon") - before < 2**23
 
 
-def anonymous_bytes() -> int:
+def status_bytes(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"[1, 2]", b"\x80\x81"])
@@ -335,3 +335,12 @@ def test_random_weights_depend_on_the_seed() -> None:
 def test_random_biases_are_zero() -> None:
     op = fuse_qkv("m", ["q.bias", "k.bias", "v.bias"], num_heads=4, num_groups=2, head_dim=3, trailing=())
     assert all(torch.equal(t, torch.zeros(len(t))) for _, t in random_tensors([op], std=0.5, seed=1))
+
+
+def test_no_more_is_mapped_than_is_read(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(2**26, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    before = status_bytes("VmData")
+    reader = TensorReader(tmp_path)
+    part = reader.read_box("x", ((7, 2**20),))
+    assert status_bytes("VmData") - before < 2**23
+    assert int(part.sum()) == 2**20 - 7
