@@ -31,6 +31,7 @@ soak: env .venv/soak/.installed
 bench: env
 	$(BIN)/python tools/bench/loss.py
 	$(BIN)/python tools/bench/logprobs.py $(ARGS)
+	$(BIN)/python tools/bench/convert.py
 
 lint: env
 	$(BIN)/ruff check .

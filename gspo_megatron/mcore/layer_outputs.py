@@ -92,7 +92,7 @@ def megatron_outputs(mcore_dir: Path, tokens: Tensor, dtype: torch.dtype) -> dic
     checkpoint = McoreCheckpoint(mcore_dir)
     hf_config = read_config(checkpoint.folder / HF_SUBFOLDER)
     fields, arguments = family_of(hf_config).transformer_config(hf_config)
-    with _one_process():
+    with one_process():
         config = make_config({**fields, **fixed_fields(dtype)}, arguments, "local")
         (model,) = gpt_chunks(config, arguments, "local")
         model = model.to(dtype).eval()
@@ -127,7 +127,7 @@ def _record(
 
 
 @contextmanager
-def _one_process() -> Iterator[None]:
+def one_process() -> Iterator[None]:
     """Process groups of a world of one."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
