@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.convert.families import family_of
-from gspo_megatron.convert.hf_io import COMPANIONS, TensorReader, copy_companions, read_config, write_synced
+from gspo_megatron.convert.family import Family
+from gspo_megatron.convert.hf_io import (
+    COMPANIONS,
+    TensorReader,
+    copy_companions,
+    find_companions,
+    has_weights,
+    read_config,
+    write_synced,
+)
 from gspo_megatron.convert.manifest import (
     MANIFEST,
     FileRecord,
@@ -50,9 +59,20 @@ ITERATION_DIR = "iter_0000000"
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def model_config(hf_dir: Path) -> dict[str, Any]:
-    """config.json without what it says of the storage of FP8 weights, which is the reader's business."""
-    return {key: value for key, value in read_config(hf_dir).items() if key != "quantization_config"}
+def read_model(folder: Path) -> tuple[Family, dict[str, Any]]:
+    """The family of a directory's model, and its config.json.
+
+    Raises:
+        ConversionError: an unknown architecture, or a config.json that is not understood; names the file.
+    """
+    # What it says of the storage of FP8 weights is the reader's business.
+    config = {key: value for key, value in read_config(folder).items() if key != "quantization_config"}
+    try:
+        family = family_of(config)
+        family.transformer_config(config)
+    except ConversionError as error:  # begins with config.json
+        raise ConversionError(f"{folder}/{error}") from error
+    return family, config
 
 
 def target_dtypes(table: Sequence[TensorMap], hf: Specs, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
@@ -213,12 +233,12 @@ def plan_to_mcore(
     Raises:
         ConversionError: an unknown architecture; files that are damaged; config and weights that disagree.
     """
-    config = model_config(hf_dir)
-    family = family_of(config)
-    family.transformer_config(config)
+    family, config = read_model(hf_dir)
     notes = []
+    if not any(name.startswith(("tokenizer", "vocab")) for name in find_companions(hf_dir)):
+        notes.append(f"{hf_dir}: has no tokenizer; the checkpoint will have none to give back")
     dequantised = dtype or torch.bfloat16
-    if dry_run and not any(hf_dir.glob("*.safetensors")):
+    if dry_run and not has_weights(hf_dir):
         table = family.op_list(config)
         stated = _stated_dtype(config, hf_dir)
         found: Specs = {name: (stated, shape) for op in table for name, shape in op.hf_shapes.items()}
