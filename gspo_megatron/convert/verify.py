@@ -105,7 +105,9 @@ def _check_hashes(checkpoint: McoreCheckpoint, manifest: Manifest, progress: Pro
         hashes.advance(name)
         progress(record.num_bytes)
     found = hashes.records()
-    wrong = [f"{name}, in {record.file}" for name, record in manifest.tensors.items() if found[name].hash != record.hash]
+    wrong = [
+        f"{name}, in {record.file}" for name, record in manifest.tensors.items() if found[name].hash != record.hash
+    ]
     raise_problems(f"{checkpoint.folder}: tensors do not have the hash of {MANIFEST}", wrong)
 
 
