@@ -358,6 +358,7 @@ class McoreCheckpoint:
             for name, (key, layer) in self._places.items()
         }
         self._check_tensors()
+        self._check_sizes()
 
     def _check_tensors(self) -> None:
         """The manifest of a converted checkpoint lists its tensors, one of a training checkpoint none."""
@@ -371,6 +372,25 @@ class McoreCheckpoint:
             if found.get(name) != listed.get(name)
         ]
         raise_problems(f"{self.folder}: {MANIFEST} and {METADATA} differ; copy or convert it again", problems)
+
+    def _check_sizes(self) -> None:
+        """Data files are there and as long as what is in them, which a copy that broke off shows at once."""
+        chunks = [(c, key) for key, stored in self._stored.items() for c in stored.chunks]
+        chunks += [(c, key) for key, c in self._objects.items()]
+        last: dict[str, tuple[int, str]] = {}
+        for chunk, key in chunks:
+            last[chunk.file] = max(last.get(chunk.file, (0, "")), (chunk.offset + chunk.length, key))
+        for file, (end, key) in sorted(last.items()):
+            path = self.folder / file
+            try:
+                check_regular(path)
+            except ConversionError as error:
+                raise ConversionError(f"{error}; it holds {key}, the checkpoint is not complete") from error
+            size = path.stat().st_size
+            if size < end:
+                raise ConversionError(f"{path}: is cut off: {key} ends at byte {end}, the file at {size}")
+            if self.manifest is not None and size != (want := self.manifest.files[file].num_bytes):
+                raise ConversionError(f"{path}: has {size} bytes, the manifest says {want}; copy it again")
 
     def _read_manifest(self, required: bool) -> Manifest | None:
         path = self.folder / MANIFEST

@@ -75,17 +75,27 @@ def read_model(folder: Path) -> tuple[Family, dict[str, Any]]:
     return family, config
 
 
+def check_weight_dtypes(found: Specs, where: str) -> None:
+    """A directory's tensors are weights, and no numbers of another kind.
+
+    Raises:
+        ConversionError: lists those that are not.
+    """
+    wanted = ", ".join(map(dtype_name, WEIGHT_DTYPES))
+    problems = [f"{name} is {d}, wants {wanted}" for name, (d, _) in found.items() if d not in WEIGHT_DTYPES]
+    raise_problems(f"{where}: dtypes", problems)
+
+
 def target_dtypes(table: Sequence[TensorMap], hf: Specs, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """dtype of each Megatron tensor: the one asked for, or that of its Hugging Face tensors.
 
     Raises:
-        ConversionError: a tensor that is no weight, or one that is put together from several dtypes.
+        ConversionError: one that is put together from several dtypes.
     """
     found = {op.mcore_name: sorted({dtype_name(hf[name][0]) for name in op.hf_shapes}) for op in table}
-    problems = [f"{name} is {d}, wants a weight's dtype" for name, (d, _) in hf.items() if d not in WEIGHT_DTYPES]
     if dtype is None:
-        problems += [f"{name}: made of {' and '.join(d)}; give --dtype" for name, d in found.items() if len(d) > 1]
-    raise_problems("dtypes", problems)
+        mixed = [f"{name}: made of {' and '.join(d)}; give --dtype" for name, d in found.items() if len(d) > 1]
+        raise_problems("dtypes", mixed)
     return {op.mcore_name: dtype or hf[next(iter(op.hf_shapes))][0] for op in table}
 
 
@@ -256,6 +266,7 @@ def plan_to_mcore(
     hf_copies = tuple(name for op in table for name in op.hf_copies if name in found)
     notes += [f"{hf_dir}: {name} is a copy, bit for bit, and left out: the config ties it" for name in hf_copies]
     hf = {name: found[name] for op in table for name in op.hf_shapes}
+    check_weight_dtypes(hf, str(hf_dir))
     dtypes = target_dtypes(table, hf, dtype)
     source_names = [path.name for path in hf_dir.glob("*.safetensors")]
     return ToMcore(
