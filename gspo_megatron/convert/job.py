@@ -17,8 +17,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 
@@ -132,13 +133,12 @@ def check_disk(target: Path, num_bytes: int) -> None:
 class _Journal:
     """journal.jsonl, open and locked."""
 
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
+    def __init__(self, path: Path, file: FileIO) -> None:
+        self._path, self._file = path, file
 
     def begin(self, identity: Mapping[str, Any]) -> None:
         """Empty it and say what is converted."""
-        self._file.seek(0)
-        self._file.truncate()
+        self._file.truncate(0)
         self._write({"identity": identity})
 
     def add(self, name: str, record: Record) -> None:
@@ -146,28 +146,32 @@ class _Journal:
         self._write({"file": name, "record": record})
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        data = memoryview(json.dumps(line).encode() + b"\n")
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise JobError(f"{self._path}: {error.strerror}") from error
 
     def read(self) -> tuple[Any, dict[str, Record]]:
-        """(identity or None, records by file name); what follows a torn line is dropped."""
+        """(identity or None, records by file name); a torn line and what follows it are cut off."""
         self._file.seek(0)
         lines: list[dict[str, Any]] = []
         end = 0
-        for text in self._file.read().splitlines(keepends=True):
+        for text in self._file.readall().splitlines(keepends=True):
             try:
-                lines.append(json.loads(text))
+                line = json.loads(text)
             except ValueError:
                 break
-            if not text.endswith("\n"):
+            if not text.endswith(b"\n"):
                 break
-            end += len(text)  # json.dumps writes ASCII
-        self._file.seek(end)
-        self._file.truncate()
-        if end == 0 or "identity" not in lines[0]:
+            lines.append(line)
+            end += len(text)
+        self._file.truncate(end)
+        if not lines:
             return None, {}
-        return lines[0]["identity"], {line["file"]: line["record"] for line in lines[1:] if "file" in line}
+        return lines[0]["identity"], {line["file"]: line["record"] for line in lines[1:]}
 
 
 @contextmanager
@@ -182,7 +186,7 @@ def _locked_journal(target: Path, console: Console) -> Iterator[_Journal]:
     try:
         (partial / "data").mkdir(parents=True, exist_ok=True)
         path = partial / "journal.jsonl"
-        file = path.open("a+")
+        file = path.open("ab+", buffering=0)
     except OSError as error:
         raise ConversionError(f"{partial}: {error.strerror}") from error
     with file:
@@ -196,7 +200,7 @@ def _locked_journal(target: Path, console: Console) -> Iterator[_Journal]:
         if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
             raise busy
         check_target(target)
-        yield _Journal(file)
+        yield _Journal(path, file)
 
 
 def _resume(conversion: Conversion, data: Path, journal: _Journal, *, restart: bool) -> dict[str, Record]:
@@ -251,6 +255,10 @@ def _finish(conversion: Conversion, target: Path, records: list[Record]) -> None
         _sync(target.parent)
     except OSError as error:
         raise JobError(f"{error.filename or data}: {error.strerror or error}") from error
+    except ConversionError as error:
+        if isinstance(error.__cause__, OSError):
+            raise JobError(str(error)) from error
+        raise
     (partial / "journal.jsonl").unlink()
     with suppress(OSError):  # one that came too late may have put its own there
         partial.rmdir()

@@ -13,7 +13,7 @@ import torch
 from tests.unit.conversion import command, environment, hashes, make_hf_dir
 
 NUM_KILLS = 20
-SIZES = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 6}
+SIZES = {"hidden_size": 512, "moe_intermediate_size": 512, "num_local_experts": 32, "num_hidden_layers": 6}
 SMALL_FILES = "6MB"
 TOOLS = {"convert_hf_to_mcore": ("--hf-dir", "--mcore-dir"), "convert_mcore_to_hf": ("--mcore-dir", "--hf-dir")}
 

@@ -124,10 +124,18 @@ def test_fp8_comes_back_bit_for_bit_and_config_says_so(tmp_path):
     """Export to FP8, import to bfloat16, export again: payload, scales and quantization_config are the same."""
     make_hf_dir(tmp_path / "a", dtype=torch.bfloat16, num_hidden_layers=2)
     assert to_mcore("--hf-dir", tmp_path / "a", "--mcore-dir", tmp_path / "b")[0] == 0
-    small = ("--max-shard-size", "100KB")  # some payloads and their scales lie in two files
+    status, _, stderr = to_hf("--mcore-dir", tmp_path / "b", "--hf-dir", tmp_path / "one", "--fp8")
+    assert status == 0, stderr
+    with (tmp_path / "one" / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    last = "model.layers.0.mlp.experts.3.up_proj.weight"
+    small = ("--max-shard-size", header[last]["data_offsets"][1])  # a file ends between a payload and its scale
     status, _, stderr = to_hf("--mcore-dir", tmp_path / "b", "--hf-dir", tmp_path / "c8", "--fp8", *small)
     assert status == 0, stderr
+    weight_map = json.loads((tmp_path / "c8" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert weight_map[last] < weight_map[f"{last}_scale_inv"]
     first = load(tmp_path / "c8")
+    assert same_bits(first, load(tmp_path / "one"))
     payloads = [name for name, t in first.items() if t.dtype == torch.float8_e4m3fn]
     assert len(payloads) == 2 * (4 + 24) and {f"{name}_scale_inv" for name in payloads} <= first.keys()
     quantization = json.loads((tmp_path / "c8/config.json").read_text())["quantization_config"]

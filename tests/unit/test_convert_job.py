@@ -281,6 +281,9 @@ def test_dtype_converts_every_tensor_and_default_keeps_each(tmp_path):
     run_job(plan_to_hf(tmp_path / "b"), tmp_path / "c", console=quiet())
     assert same_bits(load(tmp_path / "c"), {name: t.to(torch.bfloat16) for name, t in tensors.items()})
     assert json.loads((tmp_path / "c" / "config.json").read_text())["dtype"] == "bfloat16"
+    run_job(plan_to_hf(tmp_path / "b", dtype=torch.float32), tmp_path / "d", console=quiet())
+    assert same_bits(load(tmp_path / "d"), {name: t.to(torch.bfloat16).float() for name, t in tensors.items()})
+    assert json.loads((tmp_path / "d" / "config.json").read_text())["dtype"] == "float32"
 
 
 def test_totality_lists_what_is_missing_twice_or_surplus():
