@@ -12,12 +12,10 @@ from gspo_megatron.checks import is_hf_weights
 from gspo_megatron.config import Recipe
 from gspo_megatron.convert.hf_io import COMPANIONS, TensorReader, random_tensors
 from gspo_megatron.convert.manifest import MANIFEST, Manifest, hash_file, write_manifest
+from gspo_megatron.convert.mcore_layout import HF_SUBFOLDER
 from gspo_megatron.mcore.model import Policy, load_hf_weights
 from gspo_megatron.mcore.torch_dist import hash_shards, read_weights, write_shards
 from gspo_megatron.types import TrainState
-
-HF_SUBFOLDER = "hf"
-"""Of a Megatron checkpoint: what a Hugging Face directory has beside its weights."""
 
 
 def save_checkpoint(

@@ -256,18 +256,68 @@ def _check_model(recipe: Recipe) -> list[str]:
         config = json.loads((hf_dir / "config.json").read_text())
     except ValueError as error:
         return [f"model.hf_dir={hf_dir}: config.json is not JSON ({error})"]
+    if not isinstance(config, dict):
+        return [f"model.hf_dir={hf_dir}: config.json holds no object"]
+    return _check_layout(recipe, config) + _check_attention(recipe, config)
+
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Their names in config.json, family by family."""
+
+
+def _check_layout(recipe: Recipe, config: dict[str, Any]) -> list[str]:
+    """Whether the layout divides what it cuts; the converter says whether config.json is understood at all."""
     p = recipe.parallel
     stages = p.pipeline_model_parallel_size * (p.virtual_pipeline_model_parallel_size or 1)
-    for key, size, name in (
-        ("expert_model_parallel_size", p.expert_model_parallel_size, "num_experts"),
-        ("expert_model_parallel_size", p.expert_model_parallel_size, "num_local_experts"),
-        ("expert_tensor_parallel_size", p.expert_tensor_parallel_size, "moe_intermediate_size"),
-        ("tensor_model_parallel_size", p.tensor_model_parallel_size, "num_attention_heads"),
-        ("tensor_model_parallel_size", p.tensor_model_parallel_size, "num_key_value_heads"),
-        ("pipeline_model_parallel_size x virtual", stages, "num_hidden_layers"),
-    ):
-        count = config.get(name) if isinstance(config, dict) else None
+    tp, ep, etp = (
+        ("tensor_model_parallel_size", p.tensor_model_parallel_size),
+        ("expert_model_parallel_size", p.expert_model_parallel_size),
+        ("expert_tensor_parallel_size", p.expert_tensor_parallel_size),
+    )
+    cuts = [
+        *((ep, name) for name in _NUM_EXPERTS),
+        (etp, "moe_intermediate_size"),
+        (tp, "num_attention_heads"),
+        (tp, "num_key_value_heads"),
+        (tp, "shared_expert_intermediate_size"),
+        (("pipeline_model_parallel_size x virtual", stages), "num_hidden_layers"),
+    ]
+    problems = []
+    is_dense = not any(name in config for name in _NUM_EXPERTS)
+    if is_dense or config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+        cuts.append((tp, "intermediate_size"))
+    if is_dense:
+        problems += [
+            f"parallel.{key}={size}: {config.get('model_type')} has no experts; set it to 1"
+            for key, size in (ep, etp)
+            if size > 1
+        ]
+    elif "moe_intermediate_size" not in config:
+        cuts.append((etp, "intermediate_size"))
+    for (key, size), name in cuts:
+        count = config.get(name)
         if isinstance(count, int) and count % size:
             fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             problems.append(f"parallel.{key}={size}: does not divide {name}={count}; use one of {fitting}")
+    return problems
+
+
+def _check_attention(recipe: Recipe, config: dict[str, Any]) -> list[str]:
+    """What Transformer Engine's attention and rotary embedding do not take, or silently leave out."""
+    problems = []
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    is_yarn = isinstance(rope, dict) and "yarn" in (rope.get("rope_type"), rope.get("type"))
+    if is_yarn and recipe.model.mcore.get("apply_rope_fusion"):
+        problems.append(
+            "model.mcore.apply_rope_fusion: the fused kernel leaves out YaRN's attention factor on packed sequences; "
+            "remove it"
+        )
+    is_used = config.get("use_sliding_window", config.get("model_type") == "mixtral")  # the others default to False
+    has_window = is_used and config.get("sliding_window") is not None
+    cp_size, exchange = recipe.parallel.context_parallel_size, recipe.model.mcore.get("cp_comm_type")
+    if recipe.device == "cuda" and cp_size > 1 and has_window and exchange != "a2a":
+        problems.append(
+            f"parallel.context_parallel_size={cp_size}: with sliding_window={config['sliding_window']} Transformer "
+            f"Engine wants model.mcore.cp_comm_type a2a, got {exchange}"
+        )
     return problems

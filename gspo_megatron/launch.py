@@ -25,8 +25,9 @@ from rich.console import Console
 from gspo_megatron.checks import is_hf_weights
 from gspo_megatron.cold_start import cold_start_dir
 from gspo_megatron.config import ConfigError, Recipe, dump_recipe, load_recipe
-from gspo_megatron.convert.families.qwen3_moe import op_list, transformer_config
+from gspo_megatron.convert.families import check_same_model, family_of, table_for
 from gspo_megatron.convert.hf_io import TensorReader, read_config
+from gspo_megatron.convert.mcore_layout import HF_SUBFOLDER, resolve_folder
 from gspo_megatron.convert.ops import ConversionError, check_names_and_shapes
 from gspo_megatron.engine import Engine, RolloutError, server_environment, take_port
 from gspo_megatron.mcore.rank import ERROR_PREFIX
@@ -90,7 +91,8 @@ def check_model_config(recipe: Recipe) -> None:
         ConfigError: what of config.json is not understood.
     """
     try:
-        transformer_config(read_config(Path(recipe.model.hf_dir)))
+        hf_config = read_config(Path(recipe.model.hf_dir))
+        family_of(hf_config).transformer_config(hf_config)
     except ConversionError as error:
         raise ConfigError(f"model.hf_dir={recipe.model.hf_dir}: {error}") from error
 
@@ -111,15 +113,22 @@ def check_saved_groups(recipe: Recipe) -> None:
             raise ConfigError(f"rollout.groups_dir={folder}: has no {step_file(folder, step).name}")
 
 
-def check_weights(model_dir: Path) -> None:
+def check_weights(model_dir: Path, hf_dir: Path) -> None:
     """Refuse weights that do not fit config.json, before a server or trainer starts.
 
+    Args:
+        model_dir: as model.load.
+        hf_dir: as model.hf_dir, from which the trainer's model is built.
+
     Raises:
-        ConversionError: a file that cannot be read, or a list of missing, surplus and misshapen tensors.
+        ConversionError: a file that cannot be read, a config.json of another model than hf_dir's, or a list of
+            missing, surplus and misshapen tensors.
     """
+    config_dir = model_dir if is_hf_weights(model_dir) else resolve_folder(model_dir) / HF_SUBFOLDER
+    check_same_model(read_config(hf_dir), read_config(config_dir), config_dir)
     if is_hf_weights(model_dir):
-        config = read_config(model_dir)
-        check_names_and_shapes(op_list(config), TensorReader(model_dir).shapes(), str(model_dir))
+        found = TensorReader(model_dir).shapes()
+        check_names_and_shapes(table_for(read_config(model_dir), found), found, str(model_dir))
 
 
 def _interrupt(signal_number: int, frame: Any) -> None:
@@ -153,7 +162,7 @@ def run(recipe: Recipe, console: Console, *, only: str | None = None) -> None:
         ports = server_ports(recipe)
     config_path = prepare_run_dir(recipe, console)
     model_dir = ensure_cold_start(recipe, config_path, console)
-    check_weights(model_dir)
+    check_weights(model_dir, Path(recipe.model.hf_dir))
     with ExitStack() as stack:
         engines = start_servers(recipe, model_dir, ports, stack, console) if ports else []
         if only == "rollout":

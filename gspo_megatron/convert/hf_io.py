@@ -306,9 +306,11 @@ def sync_dir(path: Path) -> None:
 
 
 def random_tensors(ops: Iterable[TensorMap], *, std: float, seed: int) -> Iterable[tuple[str, Tensor]]:
-    """A random initialisation, the same for every layout: norms 1, everything else normal(0, std), float32."""
+    """A random initialisation, the same for every layout: norms 1, biases 0, weights normal(0, std), float32."""
     generator = torch.Generator().manual_seed(seed)
     for op in ops:
         for name, shape in op.hf_shapes.items():
-            is_norm = len(shape) == 1
-            yield name, torch.ones(shape) if is_norm else torch.randn(shape, generator=generator) * std
+            if len(shape) == 1:
+                yield name, torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+            else:
+                yield name, torch.randn(shape, generator=generator) * std

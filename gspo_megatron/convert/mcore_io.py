@@ -283,7 +283,6 @@ def write_checkpoint_metadata(folder: Path, data_files: Iterable[DataFile], comm
 
 def _describe(data_file: DataFile, tensors: dict[str, Any], storage: dict[MetadataIndex, _StorageInfo]) -> None:
     # Interned: pickle writes a text once per object, and equal ones that came out of a journal are several.
-    file = sys.intern(data_file.file)
     for name, record in data_file.tensors.items():
         properties = TensorProperties(dtype=dtype_of(record.dtype))
         tensors[sys.intern(name)] = TensorStorageMetadata(properties, torch.Size(record.shape), [])
@@ -291,7 +290,7 @@ def _describe(data_file: DataFile, tensors: dict[str, Any], storage: dict[Metada
         name = sys.intern(item.mcore_name)
         start = torch.Size([a for a, _ in item.box])
         chunks = tensors[name].chunks
-        storage[MetadataIndex(name, start, len(chunks))] = _StorageInfo(file, item.offset, item.length)
+        storage[MetadataIndex(name, start, len(chunks))] = _StorageInfo(data_file.file, item.offset, item.length)
         chunks.append(ChunkStorageMetadata(offsets=start, sizes=torch.Size(extent(item.box))))
 
 

@@ -26,6 +26,8 @@ LEGACY_COMMON = "common.pt"
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 COMMON_KEY = "common_state/shard_0_1"
 """megatron-core's key of the one common state object."""
+HF_SUBFOLDER = "hf"
+"""What a Hugging Face directory has beside its weights: config.json, tokenizer, chat template."""
 
 
 def resolve_folder(path: Path) -> Path:

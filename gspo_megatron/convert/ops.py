@@ -11,6 +11,7 @@ Shapes: H = hidden, E = experts, F = expert ffn, d = head size, n = heads, g = q
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -112,6 +113,8 @@ class TensorMap:
     """Tile the Megatron tensor and all of hf_shapes; in the order of mcore_start."""
     is_vocab: bool = False
     """Megatron may have more rows than the vocabulary (zeros); tensor parallelism needs a multiple."""
+    hf_copies: tuple[str, ...] = ()
+    """Names under which a Hugging Face directory may hold the same tensor again (a tied head); never written."""
 
     @cached_property
     def _first_rows(self) -> list[int]:
@@ -198,11 +201,19 @@ def _relative(box: Box, to: Box) -> Box:
     return tuple((a - start, b - start) for (a, b), (start, _) in zip(box, to, strict=True))
 
 
-def rename(mcore_name: str, hf_name: str, shape: Sequence[int], *, is_vocab: bool = False) -> TensorMap:
+def rename(
+    mcore_name: str,
+    hf_name: str,
+    shape: Sequence[int],
+    *,
+    is_vocab: bool = False,
+    hf_copies: tuple[str, ...] = (),
+) -> TensorMap:
     """The same tensor under two names; with is_vocab Megatron may pad its rows."""
     shape = tuple(shape)
     zero = (0,) * len(shape)
-    return TensorMap(mcore_name, shape, {hf_name: shape}, (Block(hf_name, zero, zero, shape),), is_vocab)
+    blocks = (Block(hf_name, zero, zero, shape),)
+    return TensorMap(mcore_name, shape, {hf_name: shape}, blocks, is_vocab, hf_copies)
 
 
 def transpose(mcore_name: str, hf_name: str, shape: Sequence[int]) -> TensorMap:
@@ -285,21 +296,69 @@ def check_table(table: Sequence[TensorMap]) -> None:
     raise_problems("the family's table", problems)
 
 
-def check_names_and_shapes(table: Sequence[TensorMap], found: Mapping[str, Shape], where: str) -> None:
+def check_names_and_shapes(
+    table: Sequence[TensorMap],
+    found: Mapping[str, Shape],
+    where: str,
+    *,
+    read_hf: Callable[[str, Box], Tensor] | None = None,
+) -> None:
     """Compare the table with the tensors of a Hugging Face directory before a byte moves.
+
+    Args:
+        table: the family's.
+        found: shape of every tensor of the directory.
+        where: for the message.
+        read_hf: (hf_name, box) -> that box. With it a copy (lm_head beside tied embeddings) is accepted when it is
+            bitwise what it is a copy of; without it a copy is surplus.
 
     Raises:
         ConversionError: lists every missing, surplus and misshapen tensor.
     """
     wanted = {name: shape for op in table for name, shape in op.hf_shapes.items()}
+    copies = {copy: next(iter(op.hf_shapes)) for op in table for copy in op.hf_copies if copy in found}
     problems = [f"missing {name} {shape}" for name, shape in wanted.items() if name not in found]
-    problems += [f"surplus {name} {shape}" for name, shape in found.items() if name not in wanted]
+    if read_hf is not None and not problems:
+        equal = [copy for copy, name in copies.items() if _are_equal(copy, name, found, read_hf)]
+        copies = {copy: name for copy, name in copies.items() if copy not in equal}
+        wanted |= {copy: found[copy] for copy in equal}
+    surplus = [name for name in found if name not in wanted]
+    problems += [f"surplus {name} {found[name]}{_why_surplus(name, wanted, copies)}" for name in surplus]
     problems += [
         f"{name} has shape {found[name]}, config.json wants {shape}"
         for name, shape in wanted.items()
         if name in found and tuple(found[name]) != tuple(shape)
     ]
     raise_problems(f"{where}: tensors do not fit config.json", problems)
+
+
+def _are_equal(one: str, other: str, found: Mapping[str, Shape], read_hf: Callable[[str, Box], Tensor]) -> bool:
+    """Whether two tensors are bitwise the same, read a band of rows at a time."""
+    if tuple(found[one]) != tuple(found[other]):
+        return False
+    num_rows, *rest = found[one]
+    for first in range(0, num_rows, 1024):
+        box = ((first, min(first + 1024, num_rows)), *whole(rest))
+        a, b = read_hf(one, box).contiguous(), read_hf(other, box).contiguous()
+        if a.dtype != b.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            return False
+    return True
+
+
+def _why_surplus(name: str, wanted: Mapping[str, Shape], copies: Mapping[str, str]) -> str:
+    if name in copies:
+        return (
+            f": config.json ties it to {copies[name]} (tie_word_embeddings), of which it is no proven copy; "
+            "remove it, or set tie_word_embeddings to false"
+        )
+    layer = re.match(r"(.*\.)?layers\.\d+\.", name)
+    is_beyond = layer is not None and not any(w.startswith(layer.group()) for w in wanted)
+    if is_beyond or re.match(r"(model\.)?mtp\.", name):
+        return (
+            ": a layer beyond num_hidden_layers; multi-token prediction (MTP) layers are not implemented, and not "
+            "dropped in silence: remove its tensors to go without"
+        )
+    return ""
 
 
 def raise_problems(where: str, problems: Sequence[str]) -> None:

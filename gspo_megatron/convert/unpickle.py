@@ -68,9 +68,9 @@ _COMMON_STANDINS = (
 )
 _DAMAGED = (
     *(pickle.UnpicklingError, zipfile.BadZipFile, struct.error, EOFError),
-    *(KeyError, IndexError, AttributeError, TypeError, ValueError, NotImplementedError, UnicodeDecodeError),
+    *(KeyError, IndexError, AttributeError, TypeError, ValueError, NotImplementedError, OverflowError, MemoryError),
 )
-"""What parsing bytes that are no such file raises."""
+"""What parsing bytes that are no such file raises; the last two where they ask for an absurd length."""
 
 
 class Refused(pickle.UnpicklingError):

@@ -17,6 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 
@@ -37,8 +38,9 @@ class TorchRMSNorm(torch.nn.Module):
 class PackedCoreAttention(MegatronModule):
     """Causal attention within each packed sequence or row, by torch's scaled_dot_product_attention.
 
-    Under context parallelism each rank holds chunks r and 2*cp-1-r of every sequence (Megatron's balanced layout);
-    keys and values are all-gathered. "Collective over cp_group".
+    In a layer with a sliding window (config.window_size and window_attn_skip_freq) a token sees itself and the
+    window_size[0] tokens before it. Under context parallelism each rank holds chunks r and 2*cp-1-r of every sequence
+    (Megatron's balanced layout); keys and values are all-gathered. Collective over cp_group.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class PackedCoreAttention(MegatronModule):
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
         self.cp_group = pg_collection.cp
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window_left = config.window_size[0] if has_window else None
 
     def forward(
         self,
@@ -99,7 +103,11 @@ class PackedCoreAttention(MegatronModule):
         if cp_size == 1:
             rows_B_L, valid_B_L = _padded_rows(lengths)
             q, k, v = (_to_batch(x, rows_B_L) for x in (query, key, value))
-            out = self._attend(q, k, v, None)
+            mask = None  # causal is enough: padding is at the end, and no real token sees it
+            if self.window_left is not None:
+                place_L = torch.arange(rows_B_L.shape[1], device=query.device)
+                mask = self._visible(place_L[None], len(place_L))
+            out = self._attend(q, k, v, mask)
         else:
             key, value = (
                 gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.cp_group)
@@ -108,17 +116,24 @@ class PackedCoreAttention(MegatronModule):
             position_T, order = _context_parallel_positions(lengths, cp_size)
             key, value = key[order], value[order]
             rows_B_L, valid_B_L = _padded_rows(lengths // cp_size)
-            rows_B_K, valid_B_K = _padded_rows(lengths)
+            rows_B_K, _ = _padded_rows(lengths)
             own = position_T.view(cp_size, -1)[cp_rank]
-            q_position_B_L = _to_batch(own, rows_B_L)
-            k_position_B_K = torch.arange(rows_B_K.shape[1], device=key.device).expand_as(rows_B_K)
-            mask = (k_position_B_K[:, None, None, :] <= q_position_B_L[:, None, :, None]) & valid_B_K[:, None, None, :]
+            mask = self._visible(_to_batch(own, rows_B_L), rows_B_K.shape[1])
             q, k, v = _to_batch(query, rows_B_L), _to_batch(key, rows_B_K), _to_batch(value, rows_B_K)
             out = self._attend(q, k, v, mask)
         return out[valid_B_L].flatten(1)
 
+    def _visible(self, q_position_B_L: Tensor, num_keys: int) -> Tensor:
+        """[B, 1, L, K] bool: which keys a query sees, by their positions in the sequence.
+
+        Places that pad a row repeat a real position or lie after it, so each sees a key: none becomes NaN.
+        """
+        distance_B_1_L_K = q_position_B_L[:, None, :, None] - torch.arange(num_keys, device=q_position_B_L.device)
+        visible = distance_B_1_L_K >= 0
+        return visible if self.window_left is None else visible & (distance_B_1_L_K <= self.window_left)
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, L, n, d] each -> [B, L, n, d]; without a mask, causal: padding is at the end, no real token sees it."""
+        """[B, L, n, d] each -> [B, L, n, d]; without a mask, causal."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=True

@@ -16,13 +16,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gspo_megatron.convert.families.qwen3_moe import ModelArguments
+from gspo_megatron.convert.family import ModelArguments
 from gspo_megatron.convert.shards import Shard
 from gspo_megatron.mcore import te_construct
-from gspo_megatron.mcore.model import DEVICE_FIELDS, Spec, gpt_chunks, sharded_state_dict, shards
+from gspo_megatron.mcore.model import Spec, gpt_chunks, make_config, sharded_state_dict, shards
 
 _AXES = (
     "tensor_model_parallel_size",
@@ -68,7 +67,7 @@ def meta_model(
             **{axis: fields[axis] for axis in _AXES}, create_gloo_process_groups=False
         )
         model_parallel_cuda_manual_seed(0)
-        config = TransformerConfig(**{**DEVICE_FIELDS[spec], **fields, **_META_FIELDS[spec]})
+        config = make_config(fields | _META_FIELDS[spec], arguments, spec)
         # Embedding, router and rotary embedding name their device: the current one.
         torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment, return-value]
         with torch.device("meta"):

@@ -30,14 +30,14 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from gspo_megatron.config import OptimizerConfig, Recipe
-from gspo_megatron.convert.families import qwen3_moe
+from gspo_megatron.convert.families import family_of, table_for
+from gspo_megatron.convert.family import ModelArguments
 from gspo_megatron.convert.hf_io import TensorReader, read_config, write_hf_dir
 from gspo_megatron.convert.ops import (
     Box,
     ConversionError,
     TensorMap,
     check_names_and_shapes,
-    check_table,
     slices,
 )
 from gspo_megatron.convert.shards import Gatherer, Shard, load_shards
@@ -82,6 +82,8 @@ class Policy:
     """DistributedDataParallel modules: one, or one per virtual pipeline stage."""
     config: TransformerConfig
     parallel: Parallel
+    hf_config: dict[str, Any]
+    """config.json of model.hf_dir."""
     ops: list[TensorMap]
     """The family's table, Hugging Face <-> Megatron."""
     vocab_size: int
@@ -174,16 +176,9 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // tp_size) * tp_size
 
 
-def config_fields(hf_config: dict[str, Any], recipe: Recipe) -> tuple[dict[str, Any], qwen3_moe.ModelArguments]:
-    """TransformerConfig's fields from config.json, the recipe's layout and its pass-through keys.
-
-    Without DEVICE_FIELDS, which go below them.
-    """
-    fields, arguments = qwen3_moe.transformer_config(hf_config)
-    p = recipe.parallel
-    dtype = getattr(torch, recipe.model.dtype)
-    interleaved = p.virtual_pipeline_model_parallel_size is not None
-    fields |= {
+def fixed_fields(dtype: torch.dtype) -> dict[str, Any]:
+    """TransformerConfig's fields that are the same for every model and layout."""
+    return {
         "activation_func": F.silu,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -194,6 +189,19 @@ def config_fields(hf_config: dict[str, Any], recipe: Recipe) -> tuple[dict[str, 
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "calculate_per_token_loss": True,
+    }
+
+
+def config_fields(hf_config: dict[str, Any], recipe: Recipe) -> tuple[dict[str, Any], ModelArguments]:
+    """TransformerConfig's fields from config.json, the recipe's layout and its pass-through keys.
+
+    Without DEVICE_FIELDS, which go below them.
+    """
+    fields, arguments = family_of(hf_config).transformer_config(hf_config)
+    p = recipe.parallel
+    interleaved = p.virtual_pipeline_model_parallel_size is not None
+    fields |= fixed_fields(getattr(torch, recipe.model.dtype))
+    fields |= {
         # packs differ in length
         "variable_seq_lengths": p.pipeline_model_parallel_size > 1 and recipe.batch.mode == "packed",
         "tensor_model_parallel_size": p.tensor_model_parallel_size,
@@ -211,14 +219,20 @@ def config_fields(hf_config: dict[str, Any], recipe: Recipe) -> tuple[dict[str, 
     return {**fields, **recipe.model.mcore}, arguments
 
 
+def make_config(fields: dict[str, Any], arguments: ModelArguments, spec: Spec) -> TransformerConfig:
+    """TransformerConfig of config_fields, and what GPTModel reads from it that it does not declare: YaRN's numbers."""
+    config = TransformerConfig(**{**DEVICE_FIELDS[spec], **fields})
+    for name, value in (arguments.yarn or {}).items():
+        setattr(config, name, value)
+    return config
+
+
 def build_policy(recipe: Recipe, parallel: Parallel) -> Policy:
     """Build this rank's chunks; the weights are whatever the constructors leave. Collective (DDP buffers)."""
     hf_config = read_config(Path(recipe.model.hf_dir))
     fields, arguments = config_fields(hf_config, recipe)
-    ops = qwen3_moe.op_list(hf_config)
-    check_table(ops)
     spec: Spec = "local" if recipe.device == "cpu" else "transformer_engine"
-    config = TransformerConfig(**{**DEVICE_FIELDS[spec], **fields})
+    config = make_config(fields, arguments, spec)
     modules = gpt_chunks(config, arguments, spec)
     if parallel.device.type == "cuda":
         modules = [m.cuda(parallel.device) for m in modules]
@@ -242,21 +256,22 @@ def build_policy(recipe: Recipe, parallel: Parallel) -> Policy:
         chunks=chunks,
         config=config,
         parallel=parallel,
-        ops=ops,
+        hf_config=hf_config,
+        ops=table_for(hf_config, ()),
         vocab_size=arguments.vocab_size,
         fp32_lm_head=recipe.model.fp32_lm_head,
         routing_replay=RoutingReplay(modules, config),
     )
 
 
-def gpt_chunks(config: TransformerConfig, arguments: qwen3_moe.ModelArguments, spec: Spec) -> list[GPTModel]:
+def gpt_chunks(config: TransformerConfig, arguments: ModelArguments, spec: Spec) -> list[GPTModel]:
     """This rank's bare chunks, one per virtual pipeline stage. Needs megatron-core's parallel state, moves no data."""
     stages = config.virtual_pipeline_model_parallel_size or 1
     return [_chunk(config, arguments, spec, stage if stages > 1 else None) for stage in range(stages)]
 
 
 def _chunk(
-    config: TransformerConfig, arguments: qwen3_moe.ModelArguments, spec: Spec, vp_stage: int | None
+    config: TransformerConfig, arguments: ModelArguments, spec: Spec, vp_stage: int | None
 ) -> GPTModel:
     block = get_gpt_decoder_block_spec(
         config,
@@ -273,8 +288,12 @@ def _chunk(
         post_process=is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         parallel_output=True,
         share_embeddings_and_output_weights=arguments.share_embeddings_and_output_weights,
-        position_embedding_type="rope",
+        position_embedding_type=arguments.position_embedding_type,
         rotary_base=arguments.rotary_base,
+        rotary_percent=arguments.rotary_percent,
+        seq_len_interpolation_factor=arguments.seq_len_interpolation_factor,
+        rope_scaling=arguments.rope_scaling,
+        rope_scaling_factor=arguments.rope_scaling_factor,
         vp_stage=vp_stage,
     )
 
@@ -327,17 +346,15 @@ def load_hf_weights(policy: Policy, optimizer: Any, read: TensorReader | dict[st
     Raises:
         ConversionError: names or shapes do not fit config.json; checked before a byte moves.
     """
-    check_names_and_shapes(policy.ops, _shapes_of(read), where)
 
     def read_box(name: str, box: Box) -> Tensor:
         return read[name][slices(box)] if isinstance(read, dict) else read.read_box(name, box)
 
-    load_shards(policy.shards(), policy.ops, read_box)
+    found = {n: tuple(t.shape) for n, t in read.items()} if isinstance(read, dict) else read.shapes()
+    table = table_for(policy.hf_config, found)
+    check_names_and_shapes(table, found, where, read_hf=read_box)
+    load_shards(policy.shards(), table, read_box)
     optimizer.reload_model_params()
-
-
-def _shapes_of(read: TensorReader | dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {n: tuple(t.shape) for n, t in read.items()} if isinstance(read, dict) else read.shapes()
 
 
 def export_hf(policy: Policy, out_dir: Path, companions_from: Path) -> None:

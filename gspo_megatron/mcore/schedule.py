@@ -53,6 +53,19 @@ def run_schedule(
         pair_T2 = torch.stack([logprobs_T, entropy_T if entropy_has_gradient else entropy_T.detach()], dim=-1)
         return pair_T2.unflatten(0, labels.t().shape).transpose(0, 1).flatten(0, 1)
 
+    return run_processed(policy, microbatches, processor, loss_func, forward_only=forward_only)
+
+
+def run_processed(
+    policy: Policy,
+    microbatches: list[Microbatch],
+    processor: Callable[..., Tensor],
+    loss_func: Callable[..., Any],
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    """run_schedule with any output_processor of GPTModel's: loss_func gets the microbatch and what it returned."""
+
     def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
         m: Microbatch = next(iterator)
         with routing.forward(chunks.index(model), m):

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gspo_megatron.batch import TrainSequence, pack_batch
-from gspo_megatron.convert.families.qwen3_moe import op_list
+from gspo_megatron.convert.families import family_of
 from gspo_megatron.convert.hf_io import COMPANIONS, TensorReader, read_config
 from gspo_megatron.convert.manifest import read_manifest, verify_files
 from gspo_megatron.convert.ops import ConversionError
@@ -120,7 +120,8 @@ def loaded(request: pytest.FixtureRequest, folder: Path, written: Any) -> list[d
 
 @pytest.fixture(scope="module")
 def want(folder: Path) -> dict[str, Tensor]:
-    return tiny_tensors(op_list(read_config(folder / "model")))
+    config = read_config(folder / "model")
+    return tiny_tensors(family_of(config).op_list(config))
 
 
 def assert_bitwise(actual: dict[str, Tensor], want: dict[str, Tensor]) -> None:
@@ -144,7 +145,8 @@ def test_checkpoint_has_the_names_of_transformer_engine(written: Any, folder: Pa
     found = FileSystemReader(folder / "checkpoint").read_metadata().state_dict_metadata
     tensors = {name: tuple(m.size) for name, m in found.items() if isinstance(m, TensorStorageMetadata)}
     weights = {name: shape for name, shape in tensors.items() if not name.startswith("optimizer.")}
-    ops = op_list(read_config(folder / "model"))
+    config = read_config(folder / "model")
+    ops = family_of(config).op_list(config)
     assert weights.keys() == {op.mcore_name for op in ops}
     for name, shape in {
         "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": (96,),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gspo_megatron.convert.ops import slices
 from tests.distributed.layout_worker import ARMS, LR, Case, make_sequences, run_case
 from tests.distributed.policy_worker import HF_DIR
 from tests.distributed.spawn import spawn
@@ -155,9 +156,9 @@ def whole_tensors(shards: list[Any]) -> dict[str, Tensor]:
     whole = {s.mcore_name: torch.full(s.global_shape, torch.nan) for s in shards}
     for s in shards:
         if s.is_owner:
-            whole[s.mcore_name][s.slices] = s.data.view(whole[s.mcore_name][s.slices].shape)
+            whole[s.mcore_name][slices(s.box)] = s.boxed
     for s in shards:
-        assert torch.equal(whole[s.mcore_name][s.slices].flatten(), s.data.flatten()), f"replicas of {s.mcore_name}"
+        assert torch.equal(whole[s.mcore_name][slices(s.box)], s.boxed), f"replicas of {s.mcore_name}"
     assert all(t.isfinite().all() for t in whole.values()), "a shard is missing, or a number is not finite"
     return whole
 

@@ -5,6 +5,7 @@ The vocabulary is odd, so that tensor parallelism pads it.
 
 import json
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.batch import TrainSequence, pack_batch
-from gspo_megatron.convert.families.qwen3_moe import op_list
+from gspo_megatron.convert.families import table_for
 from gspo_megatron.convert.hf_io import read_config
 from gspo_megatron.convert.manifest import Manifest, hash_file, write_manifest
 from gspo_megatron.convert.mcore_io import (
@@ -59,6 +60,7 @@ def on_layout(rank: int, folder: Path, name: str) -> dict[str, Any]:
     _, policy, optimizer = build([f"model.hf_dir={folder / 'model'}", *LAYOUTS[name]])
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
+    from megatron.core.transformer.enums import AttnBackend
     from megatron.core.utils import unwrap_model
 
     from gspo_megatron.mcore.model import checkpoint_metadata
@@ -104,9 +106,10 @@ def on_layout(rank: int, folder: Path, name: str) -> dict[str, Any]:
     write_shards(policy, optimizer, empty("with_optimizer"))
     weights = empty("weights")
     dist_checkpointing.save({"model": policy.sharded_state_dict()}, str(weights))
-    # Megatron-LM's habit: layers stacked, extra state of every module
+    # Megatron-LM's habit: layers stacked, extra state of every module, its arguments
     stacked = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(unwrap_model(policy.chunks))}
-    dist_checkpointing.save(stacked, str(empty("stacked")))
+    arguments = Namespace(attention_backend=AttnBackend.flash, params_dtype=torch.bfloat16)
+    dist_checkpointing.save({**stacked, "iteration": 5, "args": arguments}, str(empty("stacked")))
     for key, path in (("ours_tensors", ours), ("weights_tensors", str(weights))):
         found = dist_checkpointing.load_tensors_metadata(path)
         results[key] = {n: (tuple(t.global_shape), str(t.dtype)) for n, t in found.items()}
@@ -140,7 +143,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def want(folder: Path) -> dict[str, Tensor]:
     """The weights under Megatron's names."""
-    ops = op_list(read_config(folder / "model"))
+    ops = table_for(read_config(folder / "model"), ())
     hf = tiny_tensors(ops)
     return {op.mcore_name: op.read_mcore(whole(op.shape), lambda n, box: hf[n][slices(box)]) for op in ops}
 
@@ -193,6 +196,8 @@ def test_files_of_megatron_core_are_read_bitwise(
         assert bool(checkpoint.optimizer_names) == (kind == "with_optimizer")
         assert checkpoint.unknown_names == ()
         assert kind != "with_optimizer" or checkpoint.common["content_metadata"] == CONTENT_METADATA
+        if kind == "stacked":
+            assert (checkpoint.common["iteration"], checkpoint.common["args"].params_dtype) == (5, torch.bfloat16)
         for name, tensor in want.items():
             found = checkpoint.read(name)
             if found.shape != tensor.shape:

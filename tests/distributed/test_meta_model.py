@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from gspo_megatron.config import ParallelConfig, load_recipe
-from gspo_megatron.convert.families import qwen3_moe
+from gspo_megatron.convert.families import family_of
 from gspo_megatron.convert.hf_io import read_config
 from tests.distributed.policy_worker import HF_DIR, RECIPE
 from tests.distributed.spawn import spawn
-from tests.models import QWEN3_30B_A3B
+from tests.models import QWEN3_30B_A3B, TINY_CONFIGS
 
 SPECS = ("local", "transformer_engine")
 TINY = read_config(HF_DIR)
@@ -63,6 +63,12 @@ FAMILY_CASES = {
     "vocabulary_padded": Case(hf=ODD, parallel=layout(tp=2, ep=2), world_size=2),
     "tied_pp2": Case(hf=ODD | {"tie_word_embeddings": True}, parallel=layout(pp=2), world_size=2),
     "qwen3_30b_a3b": Case(hf=QWEN3_30B_A3B, parallel=layout(tp=4, pp=2, ep=8), world_size=32, fields=BFLOAT16),
+    **{
+        f"tiny_{name}": Case(
+            hf=hf, parallel=layout(tp=2, pp=2, ep=2 if "num_experts_per_tok" in hf else 1), world_size=4
+        )
+        for name, hf in TINY_CONFIGS.items()
+    },
 }
 # What other families have, straight as TransformerConfig's fields.
 DENSE = {"num_moe_experts": None, "moe_ffn_hidden_size": None, "ffn_hidden_size": 28}
@@ -146,7 +152,7 @@ def global_shapes(cuts):
 def converter_shapes(case):
     """{mcore_name: global shape} of the family's table, the vocabulary padded as the model pads it."""
     tp_size = case.parallel.tensor_model_parallel_size
-    shapes = {op.mcore_name: tuple(op.shape) for op in qwen3_moe.op_list(case.hf)}
+    shapes = {op.mcore_name: tuple(op.shape) for op in family_of(case.hf).op_list(case.hf)}
     return {
         name: (-(-shape[0] // tp_size) * tp_size, *shape[1:]) if name in VOCAB_NAMES else shape
         for name, shape in shapes.items()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.batch import TrainSequence, pack_batch
-from gspo_megatron.convert.families.qwen3_moe import op_list
+from gspo_megatron.convert.families import family_of
 from gspo_megatron.convert.hf_io import read_config, write_hf_dir
 from tests.distributed.policy_worker import HF_DIR, build, hf_view_of, tiny_sequences, tiny_tensors
 from tests.distributed.spawn import spawn
@@ -95,7 +95,8 @@ def in_order(actual: dict[str, Any]) -> list[int]:
 @pytest.fixture(scope="module")
 def want(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     hf_dir = tmp_path_factory.mktemp("parity") / "hf"
-    ops = op_list(read_config(HF_DIR))
+    config = read_config(HF_DIR)
+    ops = family_of(config).op_list(config)
     tensors = tiny_tensors(ops)
     specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     write_hf_dir(hf_dir, specs, tensors.items(), companions_from=HF_DIR)

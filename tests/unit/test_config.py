@@ -1,12 +1,17 @@
 """The loader of recipes: what it refuses, in which words, and that it changes nothing."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
+from gspo_megatron.checks import DERIVED_MCORE_KEYS
 from gspo_megatron.config import ConfigError, Recipe, dump_recipe, load_recipe
+from gspo_megatron.convert.families import family_of
 from gspo_megatron.objective_checks import warnings_of
+from tests.models import TINY_CONFIGS
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "gspo-tiny-moe-cpu.yaml"
@@ -235,6 +240,97 @@ def test_model_directory_without_weights_is_refused_when_weights_are_wanted(tmp_
 def test_values_that_cannot_run_together_are_refused(overrides, problem):
     (got,) = problems_of(*overrides)
     assert got.startswith(problem)
+
+
+EXPERT_KEYS = {"num_local_experts": None, "num_experts_per_tok": None, "moe_intermediate_size": None}
+DENSE = EXPERT_KEYS | {"model_type": "qwen3"}
+TP2 = (
+    *("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"),
+    "parallel.expert_model_parallel_size=1",
+)
+ETP2 = ("parallel.expert_model_parallel_size=1", "parallel.expert_tensor_parallel_size=2")
+CP2 = ("parallel.context_parallel_size=2", "parallel.expert_model_parallel_size=1")
+
+
+@pytest.fixture
+def model_with(tmp_path):
+    """An override that names a copy of the recipe's model, keys of its config.json replaced, or removed where None."""
+
+    def override(keys):
+        hf_dir = shutil.copytree(ROOT / "recipes" / "tiny-moe", tmp_path / "model")
+        config = json.loads((hf_dir / "config.json").read_text()) | keys
+        (hf_dir / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+        return f"model.hf_dir={hf_dir}"
+
+    return override
+
+
+@pytest.mark.parametrize(
+    ("keys", "overrides", "problem"),
+    [
+        (DENSE, [], "parallel.expert_model_parallel_size=2: qwen3 has no experts; set it to 1"),
+        (DENSE, ETP2, "parallel.expert_tensor_parallel_size=2: qwen3 has no experts; set it to 1"),
+        (
+            DENSE | {"intermediate_size": 95},
+            TP2,
+            "parallel.tensor_model_parallel_size=2: does not divide intermediate_size=95; use one of 1, 5, 19, 95",
+        ),
+        (
+            {"intermediate_size": 95, "mlp_only_layers": [1]},
+            TP2,
+            "parallel.tensor_model_parallel_size=2: does not divide intermediate_size=95; use one of 1, 5, 19, 95",
+        ),
+        (
+            {"intermediate_size": 95, "decoder_sparse_step": 2},
+            TP2,
+            "parallel.tensor_model_parallel_size=2: does not divide intermediate_size=95; use one of 1, 5, 19, 95",
+        ),
+        (
+            {"shared_expert_intermediate_size": 33},
+            TP2,
+            "parallel.tensor_model_parallel_size=2: does not divide shared_expert_intermediate_size=33; use ",
+        ),
+        (
+            {"model_type": "mixtral", "moe_intermediate_size": None, "intermediate_size": 95},
+            ETP2,
+            "parallel.expert_tensor_parallel_size=2: does not divide intermediate_size=95; use one of 1, 5, 19, 95",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0e6, "factor": 4.0}},
+            ["model.mcore.apply_rope_fusion=true"],
+            "model.mcore.apply_rope_fusion: the fused kernel leaves out YaRN's attention factor on packed sequences",
+        ),
+        (
+            {"sliding_window": 8, "use_sliding_window": True},
+            [*CP2, "device=cuda"],
+            "parallel.context_parallel_size=2: with sliding_window=8 Transformer Engine wants model.mcore.cp_comm_typ",
+        ),
+    ],
+)
+def test_layout_that_does_not_suit_the_model_is_refused(keys, overrides, problem, model_with):
+    (got,) = problems_of(model_with(keys), *overrides)
+    assert got.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("keys", "overrides"),
+    [
+        (DENSE, TP2),
+        ({"intermediate_size": 95}, TP2),  # no dense layer reads it
+        ({"sliding_window": 8, "use_sliding_window": False}, [*CP2, "device=cuda"]),
+        ({"sliding_window": 8, "use_sliding_window": True}, CP2),
+        ({"sliding_window": 8, "use_sliding_window": True}, [*CP2, "device=cuda", "model.mcore.cp_comm_type=a2a"]),
+        ({}, ["model.mcore.apply_rope_fusion=true"]),
+    ],
+)
+def test_layout_that_suits_the_model_is_taken(keys, overrides, model_with):
+    load_recipe(RECIPE, [model_with(keys), *overrides])
+
+
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_what_config_json_decides_is_not_the_recipes_to_set(name):
+    fields, _ = family_of(TINY_CONFIGS[name]).transformer_config(TINY_CONFIGS[name])
+    assert fields.keys() <= DERIVED_MCORE_KEYS
 
 
 def test_wide_sequence_clip_is_refused_for_long_responses_unless_allowed():

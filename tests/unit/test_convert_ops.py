@@ -1,4 +1,4 @@
-"""Blocks between tensors on weights whose every value is different, so that a swap shows; and Qwen3-MoE's table."""
+"""Blocks between tensors on weights whose every value is different, so that a swap shows."""
 
 from collections.abc import Callable
 from math import prod
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gspo_megatron.convert.families.qwen3_moe import op_list, transformer_config
-from gspo_megatron.convert.hf_io import TensorReader, read_config
+from gspo_megatron.convert.families import family_of
+from gspo_megatron.convert.hf_io import read_config
 from gspo_megatron.convert.ops import (
     Box,
     ConversionError,
@@ -26,9 +26,14 @@ from gspo_megatron.convert.ops import (
     transpose,
     whole,
 )
-from tests.models import QWEN3_30B_A3B
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny-moe"
+
+
+def op_list(hf: dict[str, Any]) -> list[TensorMap]:
+    return family_of(hf).op_list(hf)
+
+
 HEADS = {"num_heads": 6, "num_groups": 2, "head_dim": 3}
 OPS: dict[str, TensorMap] = {
     "rename": rename("m", "h", (3, 5)),
@@ -158,39 +163,6 @@ def test_table_that_is_not_invertible_is_refused() -> None:
         check_table([uneven])
 
 
-@pytest.fixture(scope="module")
-def by_transformers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tiny model as transformers writes it (a tensor per expert and projection) and holds it (experts fused)."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("transformers")
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY))
-    model.save_pretrained(folder)
-    files = TensorReader(folder)
-    return {name: files.read(name) for name in files.shapes()}, model.state_dict()
-
-
-def test_table_has_the_names_and_shapes_that_transformers_writes(
-    by_transformers: tuple[dict[str, Tensor], dict[str, Tensor]],
-) -> None:
-    saved, _ = by_transformers
-    ops = op_list(read_config(TINY))
-    check_table(ops)
-    table = {name: shape for op in ops for name, shape in op.hf_shapes.items()}
-    assert table == {name: tuple(tensor.shape) for name, tensor in saved.items()}
-
-
-def test_table_stacks_experts_as_transformers_holds_them(
-    by_transformers: tuple[dict[str, Tensor], dict[str, Tensor]],
-) -> None:
-    saved, held = by_transformers
-    table = {op.mcore_name: op for op in op_list(read_config(TINY))}
-    for layer in range(4):
-        for mcore_part, hf_part in (("linear_fc1.weight", "gate_up_proj"), ("linear_fc2.weight", "down_proj")):
-            op = table[f"decoder.layers.{layer}.mlp.experts.experts.{mcore_part}"]
-            assert torch.equal(to_mcore(op, saved), held[f"model.layers.{layer}.mlp.experts.{hf_part}"])
-
-
 def test_whole_model_there_and_back_is_bitwise() -> None:
     ops = op_list(read_config(TINY))
     tensors = arange_tensors(ops)
@@ -229,92 +201,3 @@ def test_check_of_a_wholly_other_model_stays_readable() -> None:
         check_names_and_shapes(ops, {}, "here")
     lines = str(error.value).splitlines()
     assert len(lines) == 22 and "(135 problem(s))" in lines[0] and lines[-1] == "  ... and 115 more"
-
-
-def test_published_30b_config_is_understood_in_full() -> None:
-    fields, arguments = transformer_config(QWEN3_30B_A3B)
-    want = {
-        "num_layers": 48,
-        "hidden_size": 2048,
-        "num_attention_heads": 32,
-        "num_query_groups": 4,
-        "kv_channels": 128,
-        "num_moe_experts": 128,
-        "moe_ffn_hidden_size": 768,
-        "moe_router_topk": 8,
-        "moe_router_pre_softmax": False,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": 1e-6,
-        "qk_layernorm": True,
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
-        "init_method_std": 0.02,
-    }
-    assert want.items() <= fields.items()
-    assert (arguments.vocab_size, arguments.rotary_base, fields["init_method_std"]) == (151936, 1e6, 0.02)
-    assert arguments.share_embeddings_and_output_weights is False
-
-
-def test_30b_table_has_every_parameter() -> None:
-    ops = op_list(QWEN3_30B_A3B)
-    check_table(ops)
-    assert sum(prod(shape) for op in ops for shape in op.hf_shapes.values()) == 30_532_122_624
-    assert sum(prod(op.shape) for op in ops) == 30_532_122_624
-
-
-def test_both_spellings_of_transformers_give_the_same_arguments() -> None:
-    newer = {k: v for k, v in QWEN3_30B_A3B.items() if k not in ("rope_theta", "rope_scaling", "num_experts")}
-    newer |= {"num_local_experts": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-    assert transformer_config(newer) == transformer_config(QWEN3_30B_A3B)
-    other = newer | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    assert transformer_config(other)[1].rotary_base == 5e5
-
-
-def test_gates_that_are_not_renormalised_come_from_the_full_softmax() -> None:
-    fields, _ = transformer_config(QWEN3_30B_A3B | {"norm_topk_prob": False})
-    assert fields["moe_router_pre_softmax"] is True
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        ({"n_shared_experts": 1}, "n_shared_experts: not understood"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: not understood"),
-        ({"attention_bias": True}, "attention_bias=True: only False is implemented"),
-        ({"attention_dropout": 0.1}, "attention_dropout=0.1: only 0.0 is implemented"),
-        ({"mlp_only_layers": [0]}, "mlp_only_layers=[0]: only [] is implemented"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2: only 1 is implemented"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu': only 'silu' is implemented"),
-        ({"use_sliding_window": True}, "use_sliding_window=True: only False is implemented"),
-        ({"model_type": "qwen3"}, "model_type='qwen3': wants 'qwen3_moe'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "only the default RoPE is implemented"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "only the default RoPE is implemented"),
-        ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "only the default RoPE"),
-    ],
-)
-def test_config_that_means_another_model_is_refused(edit: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConversionError) as error:
-        transformer_config(QWEN3_30B_A3B | edit)
-    title, *problems = str(error.value).splitlines()
-    assert title == "config.json:" and len(problems) == 1
-    assert message in problems[0]
-
-
-@pytest.mark.parametrize("key", ["head_dim", "norm_topk_prob", "rope_theta", "num_experts", "vocab_size"])
-def test_config_without_a_key_that_decides_the_model_is_refused(key: str) -> None:
-    with pytest.raises(ConversionError, match=f"  {key}.*: missing"):
-        transformer_config({k: v for k, v in QWEN3_30B_A3B.items() if k != key})
-
-
-def test_rope_without_its_base_is_refused() -> None:
-    with pytest.raises(ConversionError, match="rope_theta.*: missing"):
-        transformer_config(QWEN3_30B_A3B | {"rope_parameters": {"rope_type": "default"}})
-
-
-def test_all_problems_of_a_config_come_at_once() -> None:
-    config = QWEN3_30B_A3B | {"attention_bias": True, "n_shared_experts": 1}
-    del config["head_dim"]
-    with pytest.raises(ConversionError) as error:
-        transformer_config(config)
-    assert len(str(error.value).splitlines()) == 4

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gspo_megatron.convert.families.qwen3_moe import op_list
+from gspo_megatron.convert.families import family_of
 from gspo_megatron.convert.fp8_io import Fp8Export, fp8_config, parse_format
 from gspo_megatron.convert.hf_io import TensorReader, random_tensors, read_config, write_hf_dir
 from gspo_megatron.convert.ops import ConversionError, slices
@@ -266,7 +266,8 @@ def specs_of(found: dict[str, Tensor]) -> list[TensorSpec]:
 
 def weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """The tiny model."""
-    return {n: t.to(dtype) for n, t in random_tensors(op_list(read_config(TINY)), std=0.05, seed=1)}
+    config = read_config(TINY)
+    return {n: t.to(dtype) for n, t in random_tensors(family_of(config).op_list(config), std=0.05, seed=1)}
 
 
 def export(

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gspo_megatron.convert import hf_io
-from gspo_megatron.convert.families.qwen3_moe import op_list
+from gspo_megatron.convert.families import family_of
 from gspo_megatron.convert.hf_io import TensorReader, random_tensors, read_config, write_hf_dir
-from gspo_megatron.convert.ops import ConversionError, slices, stack
+from gspo_megatron.convert.ops import ConversionError, fuse_qkv, slices, stack
 from gspo_megatron.convert.safetensors_io import INDEX_NAME, TensorSpec, index_json, plan_hf_files, read_header
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny-moe"
@@ -85,7 +85,8 @@ def test_several_files_load_in_transformers(tmp_path: Path, monkeypatch: pytest.
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr(hf_io, "MAX_FILE_BYTES", 2**20)
-    ops = op_list(read_config(TINY))
+    config = read_config(TINY)
+    ops = family_of(config).op_list(config)
     want = dict(random_tensors(ops, std=0.05, seed=1))
     write(tmp_path / "out", want, TINY)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
@@ -318,7 +319,8 @@ def test_config_that_cannot_be_read_is_named(content: bytes | None, tmp_path: Pa
 
 def test_random_weights_depend_on_the_seed() -> None:
     def draw(seed: int) -> dict[str, Tensor]:
-        return dict(random_tensors(op_list(read_config(TINY)), std=0.5, seed=seed))
+        config = read_config(TINY)
+        return dict(random_tensors(family_of(config).op_list(config), std=0.5, seed=seed))
 
     first, again, other = draw(1), draw(1), draw(2)
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -328,3 +330,8 @@ def test_random_weights_depend_on_the_seed() -> None:
         else:
             assert not torch.equal(tensor, other[name])
             assert abs(float(tensor.std()) - 0.5) < 0.05 and abs(float(tensor.mean())) < 0.08, name
+
+
+def test_random_biases_are_zero() -> None:
+    op = fuse_qkv("m", ["q.bias", "k.bias", "v.bias"], num_heads=4, num_groups=2, head_dim=3, trailing=())
+    assert all(torch.equal(t, torch.zeros(len(t))) for _, t in random_tensors([op], std=0.5, seed=1))

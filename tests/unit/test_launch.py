@@ -107,20 +107,20 @@ def test_foreign_variables_are_refused_before_anything_is_written(
 
 def test_model_that_is_not_implemented_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = json.loads(Path("recipes/tiny-moe/config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
     (tmp_path / "tokenizer.json").write_text("{}")
     assert main(["--config", RECIPE, "--set", f"model.hf_dir={tmp_path}", "--dry-run"]) == 2
-    assert f"model.hf_dir={tmp_path}: config.json:\n  model_type='llama'" in capsys.readouterr().err
+    assert f"model.hf_dir={tmp_path}: config.json: model_type='bert'" in capsys.readouterr().err
 
 
 def test_weights_that_do_not_fit_are_refused_before_a_server_starts(tmp_path: Path) -> None:
     shutil.copytree("recipes/tiny-moe", tmp_path / "hf")
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"cut short")
     with pytest.raises(ConversionError, match="model.safetensors"):
-        check_weights(tmp_path / "hf")
+        check_weights(tmp_path / "hf", Path("recipes/tiny-moe"))
     save_file({"model.norm.weight": torch.ones(96)}, tmp_path / "hf" / "model.safetensors")
     with pytest.raises(ConversionError, match="missing model.embed_tokens.weight"):
-        check_weights(tmp_path / "hf")
+        check_weights(tmp_path / "hf", Path("recipes/tiny-moe"))
 
 
 def test_dry_run_checks_the_recipe_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

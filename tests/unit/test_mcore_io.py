@@ -133,6 +133,7 @@ def test_view_of_a_large_tensor_is_written_alone(tmp_path):
     large = arange((1000, 100))
     (data_file,) = write(tmp_path, {"part": large[10:12]})
     assert data_file.record.num_bytes < 4000
+    assert torch.serialization.get_crc32_options(), "torch's own setting is not the writer's to keep"
     assert same(McoreCheckpoint(tmp_path).read("part"), large[10:12])
 
 
@@ -151,7 +152,7 @@ def test_one_chunk_is_mapped_and_writing_into_it_leaves_the_file(tmp_path):
     assert (tmp_path / "__1_0.distcp").read_bytes() == before
 
 
-def chunk_by_chunk(folder, shape, boxes, tensor, name="w"):
+def chunk_by_chunk(folder, shape, boxes, tensor, name="w", *, copy=True):
     """As ranks of another layout write: one file a rank, each with one box of one tensor, unaligned."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
@@ -166,7 +167,7 @@ def chunk_by_chunk(folder, shape, boxes, tensor, name="w"):
     for i, box in enumerate(boxes):
         out = io.BytesIO(b"x" * (i + 1))
         out.seek(i + 1)
-        torch.save(tensor[slices(box)].clone(), out)
+        torch.save(tensor[slices(box)].clone() if copy else tensor[slices(box)], out)
         (folder / f"__{i}_0.distcp").write_bytes(out.getvalue())
         start, size = torch.Size([a for a, _ in box]), torch.Size([b - a for a, b in box])
         chunks.append(ChunkStorageMetadata(start, size))
@@ -192,6 +193,16 @@ def test_chunks_of_any_grid_are_put_together(tmp_path):
     assert inside.data_ptr() % 2 == 0, "a kernel may assume aligned elements"
 
 
+def test_chunks_of_uneven_sizes_and_views_of_a_storage_are_read(tmp_path):
+    tensor = arange((5, 4, 3)).transpose(1, 2)
+    boxes = [((0, 3), (0, 3), (0, 4)), ((3, 4), (0, 3), (0, 4)), ((4, 5), (0, 3), (0, 4))]
+    folder = chunk_by_chunk(tmp_path / "c", (5, 3, 4), boxes, tensor, copy=False)
+    checkpoint = McoreCheckpoint(folder, require_manifest=False)
+    assert same(checkpoint.read("w"), tensor)
+    for rows in ((2, 3), (2, 4), (4, 5)):
+        assert same(checkpoint.read_box("w", (rows, (1, 3), (2, 4))), tensor[slice(*rows), 1:3, 2:4])
+
+
 def test_layers_stacked_along_an_axis_appear_one_by_one(tmp_path):
     tensor = arange((2, 3, 2, 2))
     boxes = [((i, i + 1), (e, e + 1), (0, 2), (0, 2)) for i in range(2) for e in range(3)]
@@ -210,6 +221,11 @@ def test_missing_and_overlapping_chunks_are_refused_where_they_are_read(tmp_path
     assert same(gap.read_box("w", ((0, 2), (0, 6))), tensor[:2])
     with pytest.raises(ConversionError, match=r"w \(4, 6\).* do not tile the box .* 18 of 24 elements"):
         gap.read("w")
+    metadata = pickle.loads((tmp_path / "gap" / ".metadata").read_bytes())
+    metadata.storage_data.popitem()
+    (tmp_path / "gap" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ConversionError, match=r"w: the chunk at \(\(2, 4\), \(0, 3\)\) is in no data file"):
+        McoreCheckpoint(tmp_path / "gap", require_manifest=False)
     # as many elements as the box has, but some of them twice
     twice = [((0, 2), (0, 6)), ((1, 3), (0, 6))]
     overlap = McoreCheckpoint(chunk_by_chunk(tmp_path / "twice", (4, 6), twice, tensor), require_manifest=False)
@@ -295,7 +311,8 @@ def test_metadata_that_names_anything_else_is_refused_and_nothing_is_called(tmp_
         ConversionError, match="refused: names torch.distributed.checkpoint.metadata.Metadata.__init__"
     ):
         McoreCheckpoint(tmp_path)
-    for damaged in (b"", b"\x80\x04", pickle.dumps({"state_dict_metadata": {}}), b"no pickle"):
+    absurd = b"\x80\x04\x8e" + b"\xff" * 8  # a text of 2^64 - 1 bytes
+    for damaged in (absurd, b"", b"\x80\x04", pickle.dumps({"state_dict_metadata": {}}), b"no pickle"):
         with_metadata(tmp_path, damaged)
         with pytest.raises(ConversionError, match=r"\.metadata: damaged, or no checkpoint metadata"):
             McoreCheckpoint(tmp_path)

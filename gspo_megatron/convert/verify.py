@@ -1,0 +1,128 @@
+"""Does a Megatron checkpoint hold exactly the weights of a Hugging Face directory? Read back, compared bit by bit.
+
+It shares the families' tables and the two readers with the converter, and none of its writing code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gspo_megatron.convert.families import check_same_model, table_for
+from gspo_megatron.convert.hf_io import COMPANIONS, TensorReader, read_config
+from gspo_megatron.convert.manifest import MANIFEST, read_manifest, verify_files
+from gspo_megatron.convert.mcore_io import McoreCheckpoint
+from gspo_megatron.convert.mcore_layout import HF_SUBFOLDER, resolve_folder
+from gspo_megatron.convert.ops import (
+    TensorMap,
+    check_names_and_shapes,
+    raise_problems,
+)
+from gspo_megatron.convert.shards import check_shards
+
+Progress = Callable[[int], None]
+"""Gets the bytes that were read since its last call."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verified:
+    """What was found equal."""
+
+    num_tensors: int
+    num_parameters: int
+    num_files: int
+    num_bytes: int
+    model_type: str
+
+
+def bytes_to_read(hf_dir: Path, mcore_dir: Path) -> int:
+    """What verify reads: the checkpoint's files, and the directory's tensors.
+
+    Raises:
+        ConversionError: one of the two cannot be read.
+    """
+    manifest = read_manifest(resolve_folder(mcore_dir) / MANIFEST)
+    tensors = TensorReader(hf_dir).tensors().values()
+    return sum(r.num_bytes for r in manifest.files.values()) + sum(prod(s) * d.itemsize for d, s in tensors)
+
+
+def verify(hf_dir: Path, mcore_dir: Path, *, progress: Progress) -> Verified:
+    """Manifest hashes, names, shapes, and every tensor's bits.
+
+    Args:
+        hf_dir: either side of a conversion; its weights may be FP8 or have fused experts.
+        mcore_dir: the other side.
+        progress: of bytes_to_read.
+
+    Memory: one Hugging Face tensor and its parts.
+
+    Raises:
+        ConversionError: the first check that failed, with everything that it found.
+    """
+    checkpoint = McoreCheckpoint(mcore_dir)
+    manifest = read_manifest(checkpoint.folder / MANIFEST)
+    verify_files(checkpoint.folder, manifest, progress=progress)
+    hf_config = read_config(hf_dir)
+    reader = TensorReader(hf_dir)
+    table = table_for(hf_config, reader.shapes())
+    check_names_and_shapes(table, reader.shapes(), str(hf_dir), read_hf=reader.read_box)
+    check_shards(table, {name: shape for name, (_, shape) in checkpoint.tensors.items()})
+    raise_problems(
+        f"{checkpoint.folder}: tensors are missing",
+        [f"{op.mcore_name} {op.shape}" for op in table if op.mcore_name not in checkpoint.tensors],
+    )
+    _check_companions(hf_dir, checkpoint.folder / HF_SUBFOLDER)
+    raise_problems(f"{checkpoint.folder} and {hf_dir} differ", _differences(table, reader, checkpoint, progress))
+    return Verified(
+        num_tensors=len(reader.shapes()),
+        num_parameters=sum(prod(shape) for shape in reader.shapes().values()),
+        num_files=len(manifest.files),
+        num_bytes=sum(record.num_bytes for record in manifest.files.values()),
+        model_type=hf_config["model_type"],
+    )
+
+
+def _differences(
+    table: Sequence[TensorMap], reader: TensorReader, checkpoint: McoreCheckpoint, progress: Progress
+) -> list[str]:
+    problems = []
+    for op in table:
+        for hf_name in op.hf_shapes:
+            want = reader.read(hf_name)
+            found = op.read_hf(hf_name, partial(checkpoint.read_box, op.mcore_name))
+            problems += _difference(f"{hf_name} (in {op.mcore_name})", want, found)
+            progress(want.nbytes)
+    return problems
+
+
+def _difference(name: str, want: Tensor, found: Tensor) -> list[str]:
+    """A checkpoint of another dtype must be the rounding of the source, which conversion with --dtype makes."""
+    want = want.to(found.dtype).contiguous()
+    bits, found_bits = want.view(torch.uint8), found.contiguous().view(torch.uint8)  # bits: NaN is equal to itself
+    if torch.equal(bits, found_bits):
+        return []
+    different = (bits != found_bits).view(*want.shape, want.element_size()).any(-1)
+    first = tuple(int(i) for i in different.nonzero()[0])
+    return [
+        f"{name}: {int(different.sum())} of {want.numel()} elements differ; first at {first}: "
+        f"{want[first].item()!r} in Hugging Face, {found[first].item()!r} in Megatron"
+    ]
+
+
+def _check_companions(hf_dir: Path, carried: Path) -> None:
+    problems = []
+    for name in COMPANIONS:
+        if (hf_dir / name).is_file() != (carried / name).is_file():
+            has, lacks = (hf_dir, carried) if (hf_dir / name).is_file() else (carried, hf_dir)
+            problems.append(f"{name}: {has} has it, {lacks} does not")
+        elif (hf_dir / name).is_file() and name != "config.json":
+            if (hf_dir / name).read_bytes() != (carried / name).read_bytes():
+                problems.append(f"{name}: contents differ")
+    raise_problems(f"{carried}: does not carry the files of {hf_dir}", problems)
+    check_same_model(read_config(hf_dir), read_config(carried), carried)
