@@ -179,7 +179,7 @@ def _serve(conversion: Conversion, directory: Path, connection: Connection) -> N
     while True:
         try:
             index = connection.recv()
-        except EOFError:  # the parent is gone
+        except (EOFError, ConnectionResetError):  # the parent is gone
             return
         try:
             record = conversion.write_file(index, directory, reports.add)

@@ -21,7 +21,7 @@ from gspo_megatron.convert.source import merge_once
 from gspo_megatron.convert.to_hf import plan_to_hf
 from gspo_megatron.convert.to_mcore import plan_to_mcore
 from gspo_megatron.convert.workers import Finished, JobError, write_files
-from tests.unit.conversion import hashes, load, make_hf_dir, run, same_bits, start_and_wait, to_mcore
+from tests.unit.conversion import command, hashes, load, make_hf_dir, run, same_bits, start_and_wait, to_mcore
 
 SMALL_FILES = 64 * 1024
 
@@ -48,7 +48,7 @@ def whole(hf_dir):
 def interrupt(hf_dir, target, *, num_files=4):
     """kill -9 after some files."""
     arguments = ("--hf-dir", hf_dir, "--mcore-dir", target, "--max-shard-size", SMALL_FILES)
-    process = start_and_wait("convert_hf_to_mcore", target, *arguments, num_files=num_files)
+    process = start_and_wait(command("convert_hf_to_mcore", *arguments), target, num_files=num_files)
     process.kill()
     process.communicate()
     assert not target.exists() and partial_dir(target).is_dir()
@@ -92,7 +92,7 @@ def test_interrupted_export_resumes_to_the_same_bytes(whole, tmp_path):
     run_job(conversion, tmp_path / "whole", console=quiet())
     target = tmp_path / "c"
     arguments = ("--mcore-dir", whole, "--hf-dir", target, "--max-shard-size", SMALL_FILES)
-    process = start_and_wait("convert_mcore_to_hf", target, *arguments, num_files=3)
+    process = start_and_wait(command("convert_mcore_to_hf", *arguments), target, num_files=3)
     process.kill()
     process.communicate()
     assert not target.exists()
@@ -104,7 +104,7 @@ def test_interrupted_export_resumes_to_the_same_bytes(whole, tmp_path):
 def test_interruption_stops_the_workers_and_says_how_to_go_on(hf_dir, whole, tmp_path, number):
     target = tmp_path / "b"
     arguments = ("--hf-dir", hf_dir, "--mcore-dir", target, "--max-shard-size", SMALL_FILES)
-    process = start_and_wait("convert_hf_to_mcore", target, *arguments, num_files=2)
+    process = start_and_wait(command("convert_hf_to_mcore", *arguments), target, num_files=2)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(number)
     _, stderr = process.communicate(timeout=30)
@@ -235,7 +235,7 @@ def test_second_conversion_into_one_target_is_refused(hf_dir, tmp_path):
 def test_running_conversion_holds_the_lock(hf_dir, tmp_path):
     target = tmp_path / "b"
     arguments = ("--hf-dir", hf_dir, "--mcore-dir", target, "--max-shard-size", SMALL_FILES)
-    process = start_and_wait("convert_hf_to_mcore", target, *arguments, num_files=1)
+    process = start_and_wait(command("convert_hf_to_mcore", *arguments), target, num_files=1)
     process.send_signal(signal.SIGSTOP)
     try:
         status, _, stderr = to_mcore(*arguments)
