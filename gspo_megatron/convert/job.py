@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -25,7 +25,7 @@ from rich.console import Console
 
 from gspo_megatron.convert.manifest import hash_file
 from gspo_megatron.convert.ops import ConversionError, raise_problems
-from gspo_megatron.convert.workers import Conversion, Finished, JobError, Record, anon_bytes, write_files
+from gspo_megatron.convert.workers import Conversion, Finished, JobError, Record, Workers, anon_bytes
 from gspo_megatron.progress import ByteProgress, format_bytes
 
 SPARE_BYTES = 64 * 2**20
@@ -82,10 +82,9 @@ def run_job(
         pending_bytes = sum(conversion.files[i].num_bytes for i in pending)
         check_disk(target, pending_bytes)
         num_resumed, peak_bytes = len(records), 0
-        events = write_files(conversion, data, pending, num_workers=num_workers)
-        progress = ByteProgress(console, total_bytes, done_bytes=total_bytes - pending_bytes)
-        with closing(events), progress:
-            for event in events:
+        workers = Workers(conversion, data, num_workers=min(num_workers, len(pending)))
+        with workers, ByteProgress(console, total_bytes, done_bytes=total_bytes - pending_bytes) as progress:
+            for event in workers.write(pending):
                 if isinstance(event, Finished):
                     name = conversion.files[event.index].name
                     records[name] = event.record

@@ -9,8 +9,8 @@ import shutil
 import signal
 import subprocess
 from io import StringIO
-from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -20,7 +20,7 @@ from gspo_megatron.convert.ops import ConversionError
 from gspo_megatron.convert.source import merge_once
 from gspo_megatron.convert.to_hf import plan_to_hf
 from gspo_megatron.convert.to_mcore import plan_to_mcore
-from gspo_megatron.convert.workers import Finished, JobError, write_files
+from gspo_megatron.convert.workers import Finished, JobError, Workers
 from tests.unit.conversion import command, hashes, load, make_hf_dir, run, same_bits, start_and_wait, to_mcore
 
 SMALL_FILES = 64 * 1024
@@ -105,12 +105,12 @@ def test_interruption_stops_the_workers_and_says_how_to_go_on(hf_dir, whole, tmp
     target = tmp_path / "b"
     arguments = ("--hf-dir", hf_dir, "--mcore-dir", target, "--max-shard-size", SMALL_FILES)
     process = start_and_wait(command("convert_hf_to_mcore", *arguments), target, num_files=2)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 130
     assert stderr.startswith("interrupted\n") and f"{target}.partial" in stderr and "--restart" in stderr
-    assert children and not [pid for pid in children if Path(f"/proc/{pid}/exe").exists()]
+    assert children and psutil.wait_procs(children, timeout=10)[1] == []
     assert not target.exists()
     status, stdout, stderr = to_mcore(*arguments)
     assert status == 0, stderr
@@ -245,22 +245,21 @@ def test_running_conversion_holds_the_lock(hf_dir, tmp_path):
     assert status == 2 and stderr.startswith(f"error: {target}: another conversion is writing")
 
 
-def first_finished(conversion, folder):
-    """A running iterator whose only worker waits for its next order, and the index that it just finished."""
-    folder.mkdir()
-    events = write_files(conversion, folder, range(len(conversion.files)), num_workers=1)
-    index = next(event.index for event in events if isinstance(event, Finished))
-    return events, index
+def first_finished(events):
+    """Index of the first file that is finished; the only worker waits for its next order then."""
+    return next(event.index for event in events if isinstance(event, Finished))
 
 
 def test_killed_worker_is_an_error_that_names_the_file(hf_dir, tmp_path):
     conversion = plan_to_mcore(hf_dir, max_file_bytes=SMALL_FILES)
-    events, index = first_finished(conversion, tmp_path / "data")
-    (worker,) = multiprocessing.active_children()
-    os.kill(worker.pid, signal.SIGKILL)
-    worker.join()
-    with pytest.raises(JobError, match=f"{conversion.files[index + 1].name}: .*killed by SIGKILL.*memory"):
-        list(events)
+    with Workers(conversion, tmp_path, num_workers=1) as workers:
+        events = workers.write(range(len(conversion.files)))
+        index = first_finished(events)
+        (worker,) = multiprocessing.active_children()
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.join()
+        with pytest.raises(JobError, match=f"{conversion.files[index + 1].name}: .*killed by SIGKILL.*memory"):
+            list(events)
     assert multiprocessing.active_children() == []
 
 
@@ -268,11 +267,13 @@ def test_source_that_shrinks_while_it_is_read_is_an_error_that_names_the_file(hf
     source = tmp_path / "hf"
     shutil.copytree(hf_dir, source)
     conversion = plan_to_mcore(source, max_file_bytes=SMALL_FILES)
-    events, _ = first_finished(conversion, tmp_path / "data")
-    for file in source.glob("*.safetensors"):
-        os.truncate(file, 4096)
-    with pytest.raises(JobError, match=r"iter_0000000/__.*killed by SIGBUS.*shortened"):
-        list(events)
+    with Workers(conversion, tmp_path, num_workers=1) as workers:
+        events = workers.write(range(len(conversion.files)))
+        first_finished(events)
+        for file in source.glob("*.safetensors"):
+            os.truncate(file, 4096)
+        with pytest.raises(JobError, match=r"iter_0000000/__.*killed by SIGBUS.*shortened"):
+            list(events)
 
 
 def test_dtype_converts_every_tensor_and_default_keeps_each(tmp_path):
