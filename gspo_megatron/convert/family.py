@@ -84,8 +84,10 @@ _HINTS = {
     "silence: to go without, set it to 0 and remove their tensors",
 }
 _IGNORED_BY_REASON = {
-    "tokens of the tokenizer and of generation": "bos_token_id eos_token_id pad_token_id use_cache",
-    "who wrote the file, and in which precision": "dtype torch_dtype transformers_version _name_or_path",
+    "tokens of the tokenizer and of generation": "bos_token_id eos_token_id pad_token_id unk_token_id "
+    "sep_token_id use_cache",
+    "who wrote the file, and in which precision": "dtype torch_dtype transformers_version _name_or_path "
+    "_model_name_or_path unsloth_version unsloth_fixed",
     "of transformers' own outputs and of other heads": "id2label label2id problem_type return_dict "
     "output_hidden_states output_attentions chunk_size_feed_forward is_encoder_decoder",
     "losses are the recipe's": "output_router_logits router_aux_loss_coef",

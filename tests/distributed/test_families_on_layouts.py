@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from gspo_megatron.convert.command import hf_to_mcore_main
 from tests.distributed.family_worker import LENGTHS, Piece, make_sequences, run_models
 from tests.distributed.policy_worker import HF_DIR
 from tests.distributed.spawn import spawn
@@ -45,9 +47,9 @@ def models_on(layout: str) -> list[str]:
     return [name for name in TINY_CONFIGS if is_moe(name) or not layout.startswith("ep")]
 
 
-SOURCES = ("hf",)
-"""Sub-folders of `folder`, each with what model.load takes of every model."""
-CASES = [(layout, name) for layout in WORLD_SIZES for name in models_on(layout)]
+CASES = [(source, layout, name) for source in ("hf", "mcore") for layout in WORLD_SIZES for name in models_on(layout)]
+"""The source is a sub-folder of `folder`, with what model.load takes of every model: published or converted."""
+CASES += [("fused", layout, name) for layout in ("tp1", "ep2 etp2") for name in models_on(layout) if is_moe(name)]
 
 
 def layout_keys(layout: str) -> dict[str, list[str]]:
@@ -75,8 +77,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def want(folder: Path) -> dict[str, Tensor]:
-    """transformers' logits [all tokens, V]; writes the models to folder / hf."""
-    return {name: by_transformers(folder / "hf" / name, config) for name, config in TINY_CONFIGS.items()}
+    """transformers' logits [all tokens, V]; writes the models to the folders of the sources."""
+    logits = {name: by_transformers(folder / "hf" / name, config) for name, config in TINY_CONFIGS.items()}
+    (folder / "mcore").mkdir()
+    for name in TINY_CONFIGS:
+        convert(folder / "hf" / name, folder / "mcore" / name)
+    return logits
+
+
+def convert(hf_dir: Path, mcore_dir: Path) -> None:
+    assert hf_to_mcore_main(["--hf-dir", str(hf_dir), "--mcore-dir", str(mcore_dir)]) == 0
 
 
 @torch.no_grad()
@@ -92,6 +102,11 @@ def by_transformers(hf_dir: Path, config: dict[str, Any]) -> Tensor:
             parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(hf_dir)
     shutil.copy(HF_DIR / "tokenizer.json", hf_dir)
+    if "num_experts_per_tok" in config:  # its experts as transformers holds them
+        fused_dir = hf_dir.parents[1] / "fused" / hf_dir.name
+        fused_dir.mkdir(parents=True)
+        save_file({n: t.clone() for n, t in model.state_dict().items()}, fused_dir / "model.safetensors")
+        shutil.copy(hf_dir / "config.json", fused_dir)
     sequences = make_sequences(config["vocab_size"])
     return torch.cat([model(torch.tensor([s.prompt_ids + s.response_ids])).logits[0] for s in sequences])
 
@@ -105,6 +120,7 @@ def logits_on(folder: Path, want: Any) -> Any:
         overrides = {
             name: [f"model.hf_dir={folder / 'hf' / name}", f"model.load={folder / source / name}", *keys]
             for name, keys in layout_keys(layout).items()
+            if (source, layout, name) in CASES
         }
         ranks = spawn(run_models, WORLD_SIZES[layout], overrides, timeout_s=180)
         return {name: merge([p for rank in ranks for p in rank[name]], TINY_CONFIGS[name]) for name in overrides}
@@ -123,8 +139,7 @@ def merge(pieces: list[Piece], config: dict[str, Any]) -> Tensor:
     return whole
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize(("layout", "name"), CASES)
+@pytest.mark.parametrize(("source", "layout", "name"), CASES)
 def test_logits_are_those_of_transformers(
     source: str, layout: str, name: str, logits_on: Any, want: dict[str, Tensor]
 ) -> None:

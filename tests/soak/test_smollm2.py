@@ -22,6 +22,8 @@ from tests.tolerances import SMOLLM2_LOGPROBS, assert_close
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ("What is 7 + 5?", "Name three colours of the rainbow.", "Write one sentence about the sea.")
 MAX_NEW_TOKENS = 48
+END = 2
+"""Token id of <|im_end|>."""
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
@@ -62,8 +64,12 @@ def by_transformers(hf_dir: Path, prompts: list[list[int]]) -> list[list[int]]:
 
     model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation="eager").eval()
     generate: Any = model.generate
-    options = {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS, "min_new_tokens": MAX_NEW_TOKENS}
-    return [generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts]
+    options = {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
+    return [up_to_end(generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()) for ids in prompts]
+
+
+def up_to_end(ids: list[int]) -> list[int]:
+    return ids[: ids.index(END) + 1] if END in ids else ids
 
 
 def recipe_of(folder: Path) -> list[str]:
@@ -104,7 +110,7 @@ async def generate_greedily(url: str, prompts: list[list[int]]) -> list[list[int
     async with aiohttp.ClientSession() as session:
         bodies = [{"input_ids": ids, "sampling_params": sampling} for ids in prompts]
         answers = [await post(session, f"{url}/generate", body, timeout_s=300) for body in bodies]
-    return [answer["output_ids"] for answer in answers]
+    return [up_to_end(answer["output_ids"]) for answer in answers]
 
 
 def test_every_tensor_comes_back_bit_for_bit(folder: Path) -> None:
