@@ -283,8 +283,6 @@ def find_companions(folder: Path) -> list[str]:
     names = [name for name in COMPANIONS if os.path.lexists(folder / name)]
     for name in names:
         check_regular(folder / name)
-        if not os.access(folder / name, os.R_OK, effective_ids=True):
-            raise ConversionError(f"{folder / name}: Permission denied")
     return names
 
 

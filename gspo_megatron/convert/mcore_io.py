@@ -74,7 +74,8 @@ CONTENT_METADATA = {
 """How the keys of a checkpoint are to be read: layers by their own names, experts stacked, optimizer reshardable."""
 _ALIGNMENT = 64
 """torch.save aligns a storage to this within its item; so are items, so that a mapped tensor is aligned."""
-_BUFFER_BYTES = 2**20
+_BUFFER_BYTES = 2**16
+"""Below the pieces (256 KiB) in which torch.save hands on a large storage, so that those are not copied."""
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _STACKED_LAYERS = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.+)")
 _NO_WEIGHTS = ("common_state", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")

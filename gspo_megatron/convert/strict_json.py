@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,10 @@ def read_json(path: Path) -> Any:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse what is no file: opening a named pipe waits for ever.
+    """Refuse what is no file that can be read: opening a named pipe waits for ever.
 
     Raises:
-        ConversionError: absent, or something else than a file or a link to one.
+        ConversionError: absent, something else than a file or a link to one, or no permission.
     """
     try:
         mode = path.stat().st_mode
@@ -51,6 +52,8 @@ def check_regular(path: Path) -> None:
     if not stat.S_ISREG(mode):
         kind = "Is a directory" if stat.S_ISDIR(mode) else "no regular file"
         raise ConversionError(f"{path}: {kind}; wants a file")
+    if not os.access(path, os.R_OK, effective_ids=True):
+        raise ConversionError(f"{path}: Permission denied; make it readable")
 
 
 def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

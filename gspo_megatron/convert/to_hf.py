@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.convert.fp8_io import Fp8Export, fp8_config
-from gspo_megatron.convert.hf_io import copy_companions, find_companions, read_config, write_synced
+from gspo_megatron.convert.hf_io import COMPANIONS, copy_companions, find_companions, read_config, write_synced
 from gspo_megatron.convert.manifest import (
     HF_MANIFEST,
     FileRecord,
@@ -307,11 +307,9 @@ def _scale_dtype(checkpoint: McoreCheckpoint) -> torch.dtype:
 
 
 def _source_files(folder: Path, companions_dir: Path) -> dict[str, list[int]]:
-    names = [str(path.relative_to(folder)) for path in folder.rglob("*")]
-    states = file_states(folder, names)
-    if not companions_dir.is_relative_to(folder):
-        states |= file_states(companions_dir, [path.name for path in companions_dir.glob("*.json*")])
-    return states
+    place = "hf" if companions_dir == folder / "hf" else "hf_config"
+    companions = {f"{place}/{name}": state for name, state in file_states(companions_dir, COMPANIONS).items()}
+    return file_states(folder, [path.name for path in folder.iterdir()]) | companions
 
 
 def _notes(checkpoint: McoreCheckpoint, table: Sequence[TensorMap]) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from gspo_megatron.config import OptimizerConfig, Recipe
 from gspo_megatron.convert.families import family_of, table_for
 from gspo_megatron.convert.family import ModelArguments
 from gspo_megatron.convert.hf_io import TensorReader, read_config, write_hf_dir
+from gspo_megatron.convert.mcore_io import CONTENT_METADATA
 from gspo_megatron.convert.ops import (
     Box,
     ConversionError,
@@ -161,15 +162,8 @@ def shards(state: dict[str, Any]) -> list[Shard]:
 
 
 def checkpoint_metadata() -> dict[str, Any]:
-    """One metadata for files and live ranks: layers by their own names, experts stacked, optimizer reshardable."""
-    return {
-        "non_homogeneous_layers": True,
-        "singleton_local_shards": False,
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": get_data_parallel_group(with_context_parallel=True),
-    }
+    """What sharded_state_dict asks: the checkpoints' own metadata, and the group that only a live rank has."""
+    return {**CONTENT_METADATA, "dp_cp_group": get_data_parallel_group(with_context_parallel=True)}
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:

@@ -10,6 +10,7 @@ import tempfile
 import time
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
+from math import prod
 from pathlib import Path
 
 import torch
@@ -24,32 +25,41 @@ ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes" / "tiny-moe"
 
 
-def make_hf_dir(path, *, dtype=torch.float32, num_files=1, **overrides):
-    """The tiny model with its own number in every element (float32; other dtypes repeat), in the published form."""
+def make_hf_dir(path, config=None, *, dtype=torch.float32, num_files=1, fused_experts=False, **overrides):
+    """A model with its own number in every element (other dtypes than float32 repeat); without config the tiny one.
+
+    Returns:
+        Its tensors by name.
+    """
     path.mkdir(parents=True)
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         (path / name).write_bytes((TINY / name).read_bytes())
-    config = json.loads((TINY / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")} | overrides
+    config = json.loads((TINY / "config.json").read_text()) if config is None else config
+    config = config | {"dtype": str(dtype).removeprefix("torch.")} | overrides
     (path / "config.json").write_text(json.dumps(config, indent=2))
-    shapes = {n: s for op in family_of(config).op_list(config) for n, s in op.hf_shapes.items()}
+    table = family_of(config).op_list(config, fused_experts=fused_experts)
     tensors, first = {}, 0
-    for name, shape in shapes.items():
-        count = torch.Size(shape).numel()
+    for name, shape in ((n, s) for op in table for n, s in op.hf_shapes.items()):
+        count = prod(shape)
         tensors[name] = torch.arange(first, first + count, dtype=torch.float64).reshape(shape).to(dtype)
         first += count
-    names = list(tensors)
+    save(path, tensors, num_files=num_files)
+    return tensors
+
+
+def save(path, tensors, *, num_files=1):
+    """Write safetensors, and the index where there are several files."""
     if num_files == 1:
         save_file(tensors, path / "model.safetensors")
-        return tensors
+        return
     weight_map = {}
     for i in range(num_files):
         file = f"model-{i + 1:05d}-of-{num_files:05d}.safetensors"
-        part = names[i::num_files]
+        part = list(tensors)[i::num_files]
         save_file({name: tensors[name] for name in part}, path / file)
         weight_map |= dict.fromkeys(part, file)
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    return tensors
 
 
 def load(hf_dir):
@@ -160,11 +170,9 @@ def num_finished(target):
     return max(0, journal.read_text().count("\n") - 1) if journal.exists() else 0
 
 
-def start_and_wait(tool, target, *arguments, num_files):
-    """Start a conversion and return its process when that many files are finished."""
-    process = subprocess.Popen(
-        command(tool, *arguments), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def start_and_wait(arguments, target, *, num_files):
+    """Start a conversion, a command's arguments, and return its process when that many files are finished."""
+    process = subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while num_finished(target) < num_files:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
