@@ -566,6 +566,18 @@ def test_padding_of_the_vocabulary_is_not_left_out_in_silence(good: Path, tmp_pa
     assert f"{OUT} has 48 rows, the vocabulary 40: the rest is left out as padding" in stdout
 
 
+def test_trainer_takes_what_the_converter_takes(good: Path, tmp_path: Path) -> None:
+    """Both sides of a conversion, and a head that repeats the embedding that it is tied to."""
+    check_weights(good / "hf", good / "hf")
+    check_weights(good / "mcore", good / "hf")
+    shutil.copytree(good / "hf", tmp_path / "hf")
+    config(tie_word_embeddings=True)(tmp_path / "hf")
+    tensors(lambda t: t.update({HEAD: t["model.embed_tokens.weight"]}))(tmp_path / "hf")
+    check_weights(tmp_path / "hf", tmp_path / "hf")
+    status, stdout, _ = to_mcore("--hf-dir", tmp_path / "hf", "--mcore-dir", tmp_path / "b", "--dry-run")
+    assert status == 0 and f"{HEAD} is a copy, bit for bit, and left out" in stdout
+
+
 # Targets and places.
 
 
