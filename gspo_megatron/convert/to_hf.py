@@ -29,7 +29,7 @@ from gspo_megatron.convert.manifest import (
 )
 from gspo_megatron.convert.mcore_io import McoreCheckpoint
 from gspo_megatron.convert.mcore_layout import COMMON_KEY
-from gspo_megatron.convert.ops import Box, ConversionError, TensorMap, check_table, raise_problems
+from gspo_megatron.convert.ops import Box, ConversionError, TensorMap, check_table, mcore_problems, raise_problems
 from gspo_megatron.convert.safetensors_io import (
     INDEX_NAME,
     MAX_FILE_BYTES,
@@ -214,21 +214,10 @@ def check_mcore_names_and_shapes(
     Raises:
         ConversionError: lists every missing, surplus and misshapen tensor, and those that are no weights.
     """
-    wanted = {op.mcore_name: op for op in table}
-    problems = [f"missing {name} {op.shape}" for name, op in wanted.items() if name not in found]
-    problems += [f"surplus {name} {spec[1]}" for name, spec in found.items() if name not in wanted]
-    for name, (dtype, shape) in found.items():
-        if name in wanted and not _fits(wanted[name], shape, may_be_padded):
-            problems.append(f"{name} has shape {shape}, config.json wants {wanted[name].shape}")
-        if dtype not in WEIGHT_DTYPES:
-            problems.append(f"{name} is {dtype}, wants a weight's dtype")
+    shapes = {name: shape for name, (_, shape) in found.items()}
+    problems = mcore_problems(table, shapes, may_be_padded=may_be_padded)
+    problems += [f"{n} is {d}, wants a weight's dtype" for n, (d, _) in found.items() if d not in WEIGHT_DTYPES]
     raise_problems(f"{where}: tensors do not fit config.json", problems)
-
-
-def _fits(op: TensorMap, shape: tuple[int, ...], may_be_padded: bool) -> bool:
-    if op.is_vocab and may_be_padded:
-        return shape[1:] == op.shape[1:] and shape[0] >= op.shape[0]
-    return shape == op.shape
 
 
 def plan_to_hf(
