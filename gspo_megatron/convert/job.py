@@ -15,16 +15,17 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 
 from gspo_megatron.convert.manifest import hash_file
 from gspo_megatron.convert.ops import ConversionError, raise_problems
-from gspo_megatron.convert.workers import Conversion, Finished, JobError, Record, anon_bytes, write_files
+from gspo_megatron.convert.workers import Conversion, Finished, JobError, Record, Workers, anon_bytes
 from gspo_megatron.progress import ByteProgress, format_bytes
 
 SPARE_BYTES = 64 * 2**20
@@ -81,10 +82,9 @@ def run_job(
         pending_bytes = sum(conversion.files[i].num_bytes for i in pending)
         check_disk(target, pending_bytes)
         num_resumed, peak_bytes = len(records), 0
-        events = write_files(conversion, data, pending, num_workers=num_workers)
-        progress = ByteProgress(console, total_bytes, done_bytes=total_bytes - pending_bytes)
-        with closing(events), progress:
-            for event in events:
+        workers = Workers(conversion, data, num_workers=min(num_workers, len(pending)))
+        with workers, ByteProgress(console, total_bytes, done_bytes=total_bytes - pending_bytes) as progress:
+            for event in workers.write(pending):
                 if isinstance(event, Finished):
                     name = conversion.files[event.index].name
                     records[name] = event.record
@@ -112,6 +112,12 @@ def check_target(target: Path) -> None:
         raise ConversionError(f"{target}: exists; remove it or name another directory")
     if not target.parent.is_dir():
         raise ConversionError(f"{target}: there is no folder {target.parent}; make it or name another directory")
+    try:
+        os.lstat(partial_dir(target))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ConversionError(f"{target}: {error.strerror}; name another directory") from error
     if not os.access(target.parent, os.W_OK | os.X_OK, effective_ids=True):
         raise ConversionError(f"{target}: no permission to write in {target.parent}")
 
@@ -132,13 +138,12 @@ def check_disk(target: Path, num_bytes: int) -> None:
 class _Journal:
     """journal.jsonl, open and locked."""
 
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
+    def __init__(self, path: Path, file: FileIO) -> None:
+        self._path, self._file = path, file
 
     def begin(self, identity: Mapping[str, Any]) -> None:
         """Empty it and say what is converted."""
-        self._file.seek(0)
-        self._file.truncate()
+        self._file.truncate(0)
         self._write({"identity": identity})
 
     def add(self, name: str, record: Record) -> None:
@@ -146,28 +151,32 @@ class _Journal:
         self._write({"file": name, "record": record})
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        data = memoryview(json.dumps(line).encode() + b"\n")
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise JobError(f"{self._path}: {error.strerror}") from error
 
     def read(self) -> tuple[Any, dict[str, Record]]:
-        """(identity or None, records by file name); what follows a torn line is dropped."""
+        """(identity or None, records by file name); a torn line and what follows it are cut off."""
         self._file.seek(0)
         lines: list[dict[str, Any]] = []
         end = 0
-        for text in self._file.read().splitlines(keepends=True):
+        for text in self._file.readall().splitlines(keepends=True):
             try:
-                lines.append(json.loads(text))
+                line = json.loads(text)
             except ValueError:
                 break
-            if not text.endswith("\n"):
+            if not text.endswith(b"\n"):
                 break
-            end += len(text)  # json.dumps writes ASCII
-        self._file.seek(end)
-        self._file.truncate()
-        if end == 0 or "identity" not in lines[0]:
+            lines.append(line)
+            end += len(text)
+        self._file.truncate(end)
+        if not lines:
             return None, {}
-        return lines[0]["identity"], {line["file"]: line["record"] for line in lines[1:] if "file" in line}
+        return lines[0]["identity"], {line["file"]: line["record"] for line in lines[1:]}
 
 
 @contextmanager
@@ -182,7 +191,7 @@ def _locked_journal(target: Path, console: Console) -> Iterator[_Journal]:
     try:
         (partial / "data").mkdir(parents=True, exist_ok=True)
         path = partial / "journal.jsonl"
-        file = path.open("a+")
+        file = path.open("ab+", buffering=0)
     except OSError as error:
         raise ConversionError(f"{partial}: {error.strerror}") from error
     with file:
@@ -196,7 +205,7 @@ def _locked_journal(target: Path, console: Console) -> Iterator[_Journal]:
         if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
             raise busy
         check_target(target)
-        yield _Journal(file)
+        yield _Journal(path, file)
 
 
 def _resume(conversion: Conversion, data: Path, journal: _Journal, *, restart: bool) -> dict[str, Record]:
@@ -209,7 +218,6 @@ def _resume(conversion: Conversion, data: Path, journal: _Journal, *, restart: b
     earlier, records = journal.read()
     if restart or earlier is None:
         earlier, records = None, {}
-        journal.begin(identity)
     else:
         head = f"{data.parent}: begun with other input or options; --restart begins anew"
         raise_problems(head, _differences(earlier, identity))
@@ -217,6 +225,8 @@ def _resume(conversion: Conversion, data: Path, journal: _Journal, *, restart: b
     keep = {data / name for name in records}
     for path in [p for p in data.rglob("*") if not p.is_dir() and p not in keep]:
         path.unlink()
+    if earlier is None:  # after that: the disk may be full of what was deleted
+        journal.begin(identity)
     return records
 
 
@@ -251,6 +261,10 @@ def _finish(conversion: Conversion, target: Path, records: list[Record]) -> None
         _sync(target.parent)
     except OSError as error:
         raise JobError(f"{error.filename or data}: {error.strerror or error}") from error
+    except ConversionError as error:
+        if isinstance(error.__cause__, OSError):
+            raise JobError(str(error)) from error
+        raise
     (partial / "journal.jsonl").unlink()
     with suppress(OSError):  # one that came too late may have put its own there
         partial.rmdir()

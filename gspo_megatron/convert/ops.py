@@ -361,6 +361,30 @@ def _why_surplus(name: str, wanted: Mapping[str, Shape], copies: Mapping[str, st
     return ""
 
 
+def mcore_problems(
+    table: Sequence[TensorMap], found: Mapping[str, Shape], *, is_whole: bool = True, may_be_padded: bool = True
+) -> list[str]:
+    """What of a model's or checkpoint's Megatron tensors does not fit the table.
+
+    Args:
+        table: the family's.
+        found: mcore_name -> global shape.
+        is_whole: all tensors must be there; one rank has only some.
+        may_be_padded: tensors of the vocabulary may have more rows.
+    """
+    wanted = {op.mcore_name: op for op in table}
+    problems = [f"missing {name} {op.shape}" for name, op in wanted.items() if is_whole and name not in found]
+    problems += [f"surplus {name} {shape}" for name, shape in found.items() if name not in wanted]
+    for name, shape in found.items():
+        if name not in wanted or shape == wanted[name].shape:
+            continue
+        rows, *rest = wanted[name].shape
+        is_padded = wanted[name].is_vocab and shape[0] >= rows and shape[1:] == tuple(rest)
+        if not (may_be_padded and is_padded):
+            problems.append(f"{name} has shape {shape}, config.json wants {wanted[name].shape}")
+    return problems
+
+
 def raise_problems(where: str, problems: Sequence[str]) -> None:
     """Raise ConversionError with the first twenty; nothing when there are none.
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gspo_megatron.convert.ops import Block, Box, Shape, TensorMap, raise_problems, slices
+from gspo_megatron.convert.ops import Block, Box, Shape, TensorMap, mcore_problems, raise_problems, slices
 
 MESSAGE_BYTES = 32 * 2**20
 """Of one point-to-point message; what rank 0 holds beside the bucket that it assembles."""
@@ -47,24 +47,6 @@ class Shard:
         return self.data.detach().view(tuple(b - a for a, b in self.box))
 
 
-def check_shards(table: Sequence[TensorMap], global_shapes: dict[str, Shape]) -> None:
-    """The model's tensors are the table's, vocabulary padding aside.
-
-    Raises:
-        ConversionError: lists those of only one side and those whose shapes differ.
-    """
-    by_name = {op.mcore_name: op for op in table}
-    problems = [f"{n} {s}: the model has it, the table does not" for n, s in global_shapes.items() if n not in by_name]
-    for name, shape in global_shapes.items():
-        if name not in by_name:
-            continue
-        op = by_name[name]
-        is_padded = op.is_vocab and shape[0] >= op.shape[0] and shape[1:] == op.shape[1:]
-        if shape != op.shape and not is_padded:
-            problems.append(f"{name}: the model has {shape}, the table {op.shape}")
-    raise_problems("the model does not fit config.json", problems)
-
-
 def load_shards(
     shards: Sequence[Shard], table: Sequence[TensorMap], read_hf: Callable[[str, Box], Tensor]
 ) -> None:
@@ -78,7 +60,8 @@ def load_shards(
     Raises:
         ConversionError: the model has a tensor that the table lacks, or shapes differ.
     """
-    check_shards(table, {s.mcore_name: s.global_shape for s in shards})
+    global_shapes = {s.mcore_name: s.global_shape for s in shards}
+    raise_problems("the model does not fit config.json", mcore_problems(table, global_shapes, is_whole=False))
     by_name = {op.mcore_name: op for op in table}
     for shard in shards:
         by_name[shard.mcore_name].load_into(shard.boxed, shard.box, read_hf)
@@ -221,8 +204,7 @@ def _row_bands(block: Block, max_elements: int) -> Iterator[Block]:
 
 def _check_cover(table: Sequence[TensorMap], parts: dict[str, list[_Part]]) -> None:
     """Each of the table's tensors is covered exactly once, and nothing else exists."""
-    check_shards(table, {name: of_name[0].global_shape for name, of_name in parts.items()})
-    problems = [f"no rank owns {op.mcore_name}" for op in table if op.mcore_name not in parts]
+    problems = mcore_problems(table, {name: of_name[0].global_shape for name, of_name in parts.items()})
     for name, of_name in parts.items():
         owned = sum(prod(b - a for a, b in p.box) for p in of_name)
         if owned != prod(of_name[0].global_shape) or len({p.box for p in of_name}) != len(of_name):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -20,9 +21,12 @@ from gspo_megatron.process import die_with_parent
 Record = dict[str, Any]
 """What the journal keeps of a finished file, JSON: its `bytes` and `hash`; the rest is the conversion's own."""
 
+M_MMAP_THRESHOLD = -3
+"""Of glibc's malloc.h."""
 STOP_LIMIT_S = 5.0
 REPORT_S = 0.05
 """A worker reports its bytes at most this often."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _HINTS = {
     signal.SIGKILL: "the machine may have run out of memory",
     signal.SIGBUS: "a source file was shortened, or its disk could not be read",
@@ -80,22 +84,38 @@ class Finished:
     record: Record
 
 
-def write_files(
-    conversion: Conversion, directory: Path, indices: Sequence[int], *, num_workers: int
-) -> Generator[Written | Finished, None, None]:
-    """Make these files; closing the iterator stops the workers.
+class Workers:
+    """Processes that make the files of one conversion; a context manager, which stops them."""
 
-    Raises:
-        ConversionError: the source cannot be converted.
-        JobError: a file cannot be written, or a worker died.
-    """
-    pending = deque(indices)
-    workers: list[_Worker] = []
-    try:
-        while pending and len(workers) < num_workers:
-            workers.append(_Worker(conversion, directory))
-            workers[-1].give(pending.popleft())
-        busy = {worker.connection: worker for worker in workers}
+    def __init__(self, conversion: Conversion, directory: Path, *, num_workers: int) -> None:
+        """Fork them.
+
+        Forking spares each the seconds in which torch loads, in which it writes a GiB. What a lock of another thread
+        could do to them is kept small: start them before a thread of one's own (a progress bar's).
+        """
+        self._workers = [_Worker(conversion, directory) for _ in range(num_workers)]
+
+    def __enter__(self) -> Workers:
+        """The workers themselves."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End them, whatever they do."""
+        for worker in self._workers:
+            worker.stop()
+
+    def write(self, indices: Sequence[int]) -> Iterator[Written | Finished]:
+        """Make these files.
+
+        Raises:
+            ConversionError: the source cannot be converted.
+            JobError: a file cannot be written, or a worker died.
+        """
+        pending = deque(indices)
+        busy = {}
+        for worker in self._workers[: len(pending)]:
+            worker.give(pending.popleft())
+            busy[worker.connection] = worker
         while busy:
             for connection in wait(list(busy)):
                 worker = busy[connection]  # type: ignore[index]  # wait returns what it was given
@@ -106,9 +126,6 @@ def write_files(
                         worker.give(pending.popleft())
                     else:
                         del busy[worker.connection]
-    finally:
-        for worker in workers:
-            worker.stop()
 
 
 class _Worker:
@@ -117,15 +134,14 @@ class _Worker:
     def __init__(self, conversion: Conversion, directory: Path) -> None:
         self._files = conversion.files
         self._index = -1
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("fork")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(conversion, directory, theirs), daemon=True)
-        # The child starts with the signal blocked: Ctrl-C at a terminal reaches it too, and stopping it is our part.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # this process's handlers are not for the child
         try:
             self.process.start()
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         theirs.close()  # so that a dead child is an end of file here
 
     def give(self, index: int) -> None:
@@ -172,14 +188,17 @@ class _Worker:
 
 def _serve(conversion: Conversion, directory: Path, connection: Connection) -> None:
     """A worker: makes the files that it is told to."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal reaches it too; its parent will stop it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     die_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    return_large_blocks()
     reports = _Reports(connection)
     while True:
         try:
             index = connection.recv()
-        except EOFError:  # the parent is gone
+        except (EOFError, ConnectionResetError):  # the parent is gone
             return
         try:
             record = conversion.write_file(index, directory, reports.add)
@@ -214,6 +233,15 @@ class _Reports:
         self._connection.send(Written(self._num_bytes, self._peak_anon_bytes))
         self._num_bytes = 0
         self._sent_s = time.monotonic()
+
+
+def return_large_blocks() -> None:
+    """Let glibc map every block of a MiB or more by itself, and so give it back to the system when it is freed.
+
+    By default it soon takes them from the heap, where small objects settle in the holes that they leave: a chunk of
+    experts after another would each lie in new memory.
+    """
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
 
 
 def anon_bytes() -> int:

@@ -33,6 +33,7 @@ from gspo_megatron.config import OptimizerConfig, Recipe
 from gspo_megatron.convert.families import family_of, table_for
 from gspo_megatron.convert.family import ModelArguments
 from gspo_megatron.convert.hf_io import TensorReader, read_config, write_hf_dir
+from gspo_megatron.convert.mcore_io import CONTENT_METADATA
 from gspo_megatron.convert.ops import (
     Box,
     ConversionError,
@@ -41,6 +42,7 @@ from gspo_megatron.convert.ops import (
     slices,
 )
 from gspo_megatron.convert.shards import Gatherer, Shard, load_shards
+from gspo_megatron.convert.to_mcore import check_weight_dtypes
 from gspo_megatron.mcore.attention import PackedCoreAttention, TorchRMSNorm
 from gspo_megatron.mcore.parallel import Parallel
 from gspo_megatron.mcore.routing_replay import RoutingReplay
@@ -160,15 +162,8 @@ def shards(state: dict[str, Any]) -> list[Shard]:
 
 
 def checkpoint_metadata() -> dict[str, Any]:
-    """One metadata for files and live ranks: layers by their own names, experts stacked, optimizer reshardable."""
-    return {
-        "non_homogeneous_layers": True,
-        "singleton_local_shards": False,
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": get_data_parallel_group(with_context_parallel=True),
-    }
+    """What sharded_state_dict asks: the checkpoints' own metadata, and the group that only a live rank has."""
+    return {**CONTENT_METADATA, "dp_cp_group": get_data_parallel_group(with_context_parallel=True)}
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
@@ -351,6 +346,8 @@ def load_hf_weights(policy: Policy, optimizer: Any, read: TensorReader | dict[st
         return read[name][slices(box)] if isinstance(read, dict) else read.read_box(name, box)
 
     found = {n: tuple(t.shape) for n, t in read.items()} if isinstance(read, dict) else read.shapes()
+    if not isinstance(read, dict):
+        check_weight_dtypes(read.tensors(), where)  # copying converts any number without a word
     table = table_for(policy.hf_config, found)
     check_names_and_shapes(table, found, where, read_hf=read_box)
     load_shards(policy.shards(), table, read_box)

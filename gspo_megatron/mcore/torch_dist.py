@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 from gspo_megatron.convert.manifest import FileRecord, Manifest, hash_file, verify_files
 from gspo_megatron.convert.mcore_io import CONTENT_METADATA, McoreCheckpoint
-from gspo_megatron.convert.ops import ConversionError, TensorMap, raise_problems
+from gspo_megatron.convert.ops import ConversionError, TensorMap, mcore_problems, raise_problems
 from gspo_megatron.mcore.model import Policy, checkpoint_metadata
 
 
@@ -80,15 +80,5 @@ def _check_fit(checkpoint: McoreCheckpoint, ops: list[TensorMap]) -> None:
             f"{checkpoint.folder}: stacks all layers in one tensor, as Megatron-LM does; "
             "convert it to Hugging Face, and load that"
         )
-    want = {op.mcore_name: op for op in ops}
-    problems = [f"missing {name} {op.shape}" for name, op in want.items() if name not in checkpoint.tensors]
-    for name, (_, shape) in checkpoint.tensors.items():
-        if name not in want:
-            problems.append(f"surplus {name} {shape}")
-            continue
-        rows, *rest = want[name].shape
-        # padding of the vocabulary is the layout's
-        fits = shape[0] >= rows and shape[1:] == tuple(rest) if want[name].is_vocab else shape == want[name].shape
-        if not fits:
-            problems.append(f"{name} has shape {shape}, config.json wants {want[name].shape}")
-    raise_problems(f"{checkpoint.folder}: tensors do not fit the model", problems)
+    found = {name: shape for name, (_, shape) in checkpoint.tensors.items()}
+    raise_problems(f"{checkpoint.folder}: tensors do not fit the model", mcore_problems(ops, found))

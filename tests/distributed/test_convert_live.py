@@ -6,6 +6,7 @@ The vocabulary is odd, so that tensor parallelism pads it.
 import json
 import shutil
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from tests.distributed.policy_worker import HF_DIR, build, hf_tensors, tiny_tens
 from tests.distributed.spawn import spawn
 
 VOCAB = 47
+BUCKET_BYTES = 100_000
+"""Above the largest tensor, 36,864 bytes."""
 ONE = ["cluster.trainer_ranks=1", "parallel.expert_model_parallel_size=1"]
 EP2 = ["cluster.trainer_ranks=2", "parallel.expert_model_parallel_size=2"]
 TP2_ETP2 = [
@@ -73,6 +76,25 @@ def write_all(rank: int, folder: Path) -> dict[str, Any]:
     results["misfit"] = raised(load_hf_weights, policy, optimizer, misfit, "misfit")
     results["after"] = hf_tensors(policy)
     return results
+
+
+def count_elements(rank: int, folder: Path, layout: list[str]) -> tuple[int, int, list[int]]:
+    """What this rank reads of a directory; what it has of the vocabulary and all else; bytes of its buckets."""
+    _, policy, _ = build([f"model.hf_dir={folder / 'model'}", *layout])
+    from gspo_megatron.convert.ops import extent
+    from gspo_megatron.convert.shards import Gatherer, load_shards
+
+    reader, read = TensorReader(folder / "hf"), [0]
+
+    def read_box(name: str, box: Any) -> Tensor:
+        read[0] += prod(extent(box))
+        return reader.read_box(name, box)
+
+    load_shards(policy.shards(), policy.ops, read_box)
+    has_padding = "sequence_parallel=true" in " ".join(layout) and rank == 1
+    owned = sum(p.numel() for _, p in policy.parameters()) - has_padding * 2 * 96  # a row of embedding and head
+    buckets = Gatherer(policy.shards(), policy.ops).buckets(BUCKET_BYTES)
+    return read[0], owned, [sum(t.nbytes for _, t in bucket) for bucket in buckets]
 
 
 def load_all(rank: int, folder: Path, layout: list[str]) -> dict[str, Any]:
@@ -133,6 +155,16 @@ def assert_bitwise(actual: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 def test_gathered_weights_are_those_loaded(written: list[dict[str, Any]], want: dict[str, Tensor]) -> None:
     assert_bitwise(written[0]["gathered"], want)
     assert written[1]["gathered"] == {}, "only rank 0 receives"
+
+
+@pytest.mark.parametrize("layout", [EP2, TP2_ETP2], ids=["ep2", "tp2_sp_etp2"])
+def test_rank_reads_what_it_owns_and_rank_0_holds_a_bucket(written: Any, folder: Path, layout: list[str]) -> None:
+    ranks = spawn(count_elements, 2, folder, layout, timeout_s=120)
+    for read, owned, _ in ranks:
+        assert read == owned
+    sizes = ranks[0][2]
+    assert max(sizes) <= BUCKET_BYTES and len(sizes) > 10
+    assert set(ranks[1][2]) == {0} and len(ranks[1][2]) == len(sizes), "the others take part and hold nothing"
 
 
 def test_export_is_the_weights(written: list[dict[str, Any]], folder: Path, want: dict[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.models import QWEN3_30B_A3B, QWEN3_235B_A22B
 from tests.unit.conversion import (
     TINY,
     command,
@@ -124,10 +125,18 @@ def test_fp8_comes_back_bit_for_bit_and_config_says_so(tmp_path):
     """Export to FP8, import to bfloat16, export again: payload, scales and quantization_config are the same."""
     make_hf_dir(tmp_path / "a", dtype=torch.bfloat16, num_hidden_layers=2)
     assert to_mcore("--hf-dir", tmp_path / "a", "--mcore-dir", tmp_path / "b")[0] == 0
-    small = ("--max-shard-size", "100KB")  # some payloads and their scales lie in two files
+    status, _, stderr = to_hf("--mcore-dir", tmp_path / "b", "--hf-dir", tmp_path / "one", "--fp8")
+    assert status == 0, stderr
+    with (tmp_path / "one" / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    last = "model.layers.0.mlp.experts.3.up_proj.weight"
+    small = ("--max-shard-size", header[last]["data_offsets"][1])  # a file ends between a payload and its scale
     status, _, stderr = to_hf("--mcore-dir", tmp_path / "b", "--hf-dir", tmp_path / "c8", "--fp8", *small)
     assert status == 0, stderr
+    weight_map = json.loads((tmp_path / "c8" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert weight_map[last] < weight_map[f"{last}_scale_inv"]
     first = load(tmp_path / "c8")
+    assert same_bits(first, load(tmp_path / "one"))
     payloads = [name for name, t in first.items() if t.dtype == torch.float8_e4m3fn]
     assert len(payloads) == 2 * (4 + 24) and {f"{name}_scale_inv" for name in payloads} <= first.keys()
     quantization = json.loads((tmp_path / "c8/config.json").read_text())["quantization_config"]
@@ -151,30 +160,9 @@ def test_fp8_comes_back_bit_for_bit_and_config_says_so(tmp_path):
     assert {t.dtype for t in load(tmp_path / "d").values()} == {torch.float32}
 
 
-# config.json of Qwen3-30B-A3B as published.
-QWEN3_30B = json.loads("""
-{"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 151643,
- "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
- "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
- "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": true,
- "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
- "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-06, "rope_scaling": null,
- "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null, "tie_word_embeddings": false,
- "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true, "use_sliding_window": false,
- "vocab_size": 151936}
-""")
-QWEN3_235B = QWEN3_30B | {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "max_window_layers": 94,
-    "moe_intermediate_size": 1536,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 94,
-}
-
-
 @pytest.mark.parametrize(
-    ("config", "num_tensors", "num_parameters"), [(QWEN3_30B, 18_867, 30_532_122_624), (QWEN3_235B, 36_945, None)]
+    ("config", "num_tensors", "num_parameters"),
+    [(QWEN3_30B_A3B, 18_867, 30_532_122_624), (QWEN3_235B_A22B, 36_945, 235_093_634_560)],
 )
 def test_dry_run_needs_only_config_and_lists_the_published_tensors(tmp_path, config, num_tensors, num_parameters):
     (tmp_path / "hf").mkdir()
@@ -190,9 +178,9 @@ def test_dry_run_needs_only_config_and_lists_the_published_tensors(tmp_path, con
     down = f"model.layers.{last}.mlp.experts.127.down_proj.weight"
     assert listed[down] == f"[{hidden}, {config['moe_intermediate_size']}]"
     assert listed[f"model.layers.{last}.self_attn.q_norm.weight"] == "[128]"
-    if num_parameters:
-        assert f"{num_tensors} Hugging Face tensors, 435 Megatron tensors, {num_parameters} parameters" in stdout
-        assert "writes 56.87 GiB" in stdout
+    num_mcore = 9 * config["num_hidden_layers"] + 3
+    assert f"{num_tensors} Hugging Face tensors, {num_mcore} Megatron tensors, {num_parameters} parameters" in stdout
+    assert f"writes {2 * num_parameters / 2**30:.2f} GiB" in stdout
     assert "free" in stdout and "about" in stdout and "/s per worker" in stdout
     assert not (tmp_path / "b").exists()
 

@@ -9,8 +9,8 @@ import shutil
 import signal
 import subprocess
 from io import StringIO
-from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -20,8 +20,18 @@ from gspo_megatron.convert.ops import ConversionError
 from gspo_megatron.convert.source import merge_once
 from gspo_megatron.convert.to_hf import plan_to_hf
 from gspo_megatron.convert.to_mcore import plan_to_mcore
-from gspo_megatron.convert.workers import Finished, JobError, write_files
-from tests.unit.conversion import hashes, load, make_hf_dir, run, same_bits, start_and_wait, to_mcore
+from gspo_megatron.convert.workers import Finished, JobError, Workers
+from tests.unit.conversion import (
+    command,
+    hashes,
+    load,
+    make_hf_dir,
+    open_folder,
+    run,
+    same_bits,
+    start_and_wait,
+    to_mcore,
+)
 
 SMALL_FILES = 64 * 1024
 
@@ -48,7 +58,7 @@ def whole(hf_dir):
 def interrupt(hf_dir, target, *, num_files=4):
     """kill -9 after some files."""
     arguments = ("--hf-dir", hf_dir, "--mcore-dir", target, "--max-shard-size", SMALL_FILES)
-    process = start_and_wait("convert_hf_to_mcore", target, *arguments, num_files=num_files)
+    process = start_and_wait(command("convert_hf_to_mcore", *arguments), target, num_files=num_files)
     process.kill()
     process.communicate()
     assert not target.exists() and partial_dir(target).is_dir()
@@ -92,7 +102,7 @@ def test_interrupted_export_resumes_to_the_same_bytes(whole, tmp_path):
     run_job(conversion, tmp_path / "whole", console=quiet())
     target = tmp_path / "c"
     arguments = ("--mcore-dir", whole, "--hf-dir", target, "--max-shard-size", SMALL_FILES)
-    process = start_and_wait("convert_mcore_to_hf", target, *arguments, num_files=3)
+    process = start_and_wait(command("convert_mcore_to_hf", *arguments), target, num_files=3)
     process.kill()
     process.communicate()
     assert not target.exists()
@@ -104,13 +114,13 @@ def test_interrupted_export_resumes_to_the_same_bytes(whole, tmp_path):
 def test_interruption_stops_the_workers_and_says_how_to_go_on(hf_dir, whole, tmp_path, number):
     target = tmp_path / "b"
     arguments = ("--hf-dir", hf_dir, "--mcore-dir", target, "--max-shard-size", SMALL_FILES)
-    process = start_and_wait("convert_hf_to_mcore", target, *arguments, num_files=2)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process = start_and_wait(command("convert_hf_to_mcore", *arguments), target, num_files=2)
+    children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 130
     assert stderr.startswith("interrupted\n") and f"{target}.partial" in stderr and "--restart" in stderr
-    assert children and not [pid for pid in children if Path(f"/proc/{pid}/exe").exists()]
+    assert children and psutil.wait_procs(children, timeout=10)[1] == []
     assert not target.exists()
     status, stdout, stderr = to_mcore(*arguments)
     assert status == 0, stderr
@@ -132,21 +142,20 @@ def test_target_without_parent_is_refused(hf_dir, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folder_without_permission_is_refused(hf_dir, tmp_path):
+def test_folder_without_permission_is_refused(hf_dir):
     conversion = plan_to_mcore(hf_dir)
-    tmp_path.chmod(0o555)
     is_root = os.geteuid() == 0  # who may write everywhere
-    try:
-        if is_root:
-            for path in tmp_path.parents[:2]:  # pytest closes its folders to others
-                path.chmod(0o755)
-            os.seteuid(65534)
-        with pytest.raises(ConversionError, match=f"{tmp_path / 'b'}: no permission to write in {tmp_path}"):
-            run_job(conversion, tmp_path / "b", console=quiet())
-    finally:
-        if is_root:
-            os.seteuid(0)
-    assert list(tmp_path.iterdir()) == []
+    with open_folder() as folder:
+        folder.chmod(0o555)
+        try:
+            if is_root:
+                os.seteuid(65534)
+            with pytest.raises(ConversionError, match=f"{folder / 'b'}: no permission to write in {folder}"):
+                run_job(conversion, folder / "b", console=quiet())
+        finally:
+            if is_root:
+                os.seteuid(0)
+        assert list(folder.iterdir()) == []
 
 
 def test_small_disk_is_refused_before_anything_is_written(hf_dir, tmp_path, monkeypatch):
@@ -235,7 +244,7 @@ def test_second_conversion_into_one_target_is_refused(hf_dir, tmp_path):
 def test_running_conversion_holds_the_lock(hf_dir, tmp_path):
     target = tmp_path / "b"
     arguments = ("--hf-dir", hf_dir, "--mcore-dir", target, "--max-shard-size", SMALL_FILES)
-    process = start_and_wait("convert_hf_to_mcore", target, *arguments, num_files=1)
+    process = start_and_wait(command("convert_hf_to_mcore", *arguments), target, num_files=1)
     process.send_signal(signal.SIGSTOP)
     try:
         status, _, stderr = to_mcore(*arguments)
@@ -245,22 +254,21 @@ def test_running_conversion_holds_the_lock(hf_dir, tmp_path):
     assert status == 2 and stderr.startswith(f"error: {target}: another conversion is writing")
 
 
-def first_finished(conversion, folder):
-    """A running iterator whose only worker waits for its next order, and the index that it just finished."""
-    folder.mkdir()
-    events = write_files(conversion, folder, range(len(conversion.files)), num_workers=1)
-    index = next(event.index for event in events if isinstance(event, Finished))
-    return events, index
+def first_finished(events):
+    """Index of the first file that is finished; the only worker waits for its next order then."""
+    return next(event.index for event in events if isinstance(event, Finished))
 
 
 def test_killed_worker_is_an_error_that_names_the_file(hf_dir, tmp_path):
     conversion = plan_to_mcore(hf_dir, max_file_bytes=SMALL_FILES)
-    events, index = first_finished(conversion, tmp_path / "data")
-    (worker,) = multiprocessing.active_children()
-    os.kill(worker.pid, signal.SIGKILL)
-    worker.join()
-    with pytest.raises(JobError, match=f"{conversion.files[index + 1].name}: .*killed by SIGKILL.*memory"):
-        list(events)
+    with Workers(conversion, tmp_path, num_workers=1) as workers:
+        events = workers.write(range(len(conversion.files)))
+        index = first_finished(events)
+        (worker,) = multiprocessing.active_children()
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.join()
+        with pytest.raises(JobError, match=f"{conversion.files[index + 1].name}: .*killed by SIGKILL.*memory"):
+            list(events)
     assert multiprocessing.active_children() == []
 
 
@@ -268,11 +276,13 @@ def test_source_that_shrinks_while_it_is_read_is_an_error_that_names_the_file(hf
     source = tmp_path / "hf"
     shutil.copytree(hf_dir, source)
     conversion = plan_to_mcore(source, max_file_bytes=SMALL_FILES)
-    events, _ = first_finished(conversion, tmp_path / "data")
-    for file in source.glob("*.safetensors"):
-        os.truncate(file, 4096)
-    with pytest.raises(JobError, match=r"iter_0000000/__.*killed by SIGBUS.*shortened"):
-        list(events)
+    with Workers(conversion, tmp_path, num_workers=1) as workers:
+        events = workers.write(range(len(conversion.files)))
+        first_finished(events)
+        for file in source.glob("*.safetensors"):
+            os.truncate(file, 4096)
+        with pytest.raises(JobError, match=r"iter_0000000/__.*killed by SIGBUS.*shortened"):
+            list(events)
 
 
 def test_dtype_converts_every_tensor_and_default_keeps_each(tmp_path):
@@ -281,6 +291,9 @@ def test_dtype_converts_every_tensor_and_default_keeps_each(tmp_path):
     run_job(plan_to_hf(tmp_path / "b"), tmp_path / "c", console=quiet())
     assert same_bits(load(tmp_path / "c"), {name: t.to(torch.bfloat16) for name, t in tensors.items()})
     assert json.loads((tmp_path / "c" / "config.json").read_text())["dtype"] == "bfloat16"
+    run_job(plan_to_hf(tmp_path / "b", dtype=torch.float32), tmp_path / "d", console=quiet())
+    assert same_bits(load(tmp_path / "d"), {name: t.to(torch.bfloat16).float() for name, t in tensors.items()})
+    assert json.loads((tmp_path / "d" / "config.json").read_text())["dtype"] == "float32"
 
 
 def test_totality_lists_what_is_missing_twice_or_surplus():
