@@ -27,8 +27,11 @@ from gspo_megatron.cold_start import cold_start_dir
 from gspo_megatron.config import ConfigError, Recipe, dump_recipe, load_recipe
 from gspo_megatron.convert.families import check_same_model, family_of, table_for
 from gspo_megatron.convert.hf_io import TensorReader, read_config
+from gspo_megatron.convert.mcore_io import McoreCheckpoint
 from gspo_megatron.convert.mcore_layout import HF_SUBFOLDER, resolve_folder
 from gspo_megatron.convert.ops import ConversionError, check_names_and_shapes
+from gspo_megatron.convert.to_hf import check_mcore_names_and_shapes, may_be_padded
+from gspo_megatron.convert.to_mcore import check_weight_dtypes
 from gspo_megatron.engine import Engine, RolloutError, server_environment, take_port
 from gspo_megatron.mcore.rank import ERROR_PREFIX
 from gspo_megatron.objective_checks import warnings_of
@@ -122,13 +125,21 @@ def check_weights(model_dir: Path, hf_dir: Path) -> None:
 
     Raises:
         ConversionError: a file that cannot be read, a config.json of another model than hf_dir's, or a list of
-            missing, surplus and misshapen tensors.
+            missing, surplus and misshapen tensors, or of those that are no weights.
     """
     config_dir = model_dir if is_hf_weights(model_dir) else resolve_folder(model_dir) / HF_SUBFOLDER
     check_same_model(read_config(hf_dir), read_config(config_dir), config_dir)
+    hf_config = read_config(config_dir)
     if is_hf_weights(model_dir):
-        found = TensorReader(model_dir).shapes()
-        check_names_and_shapes(table_for(read_config(model_dir), found), found, str(model_dir))
+        reader = TensorReader(model_dir)
+        table = table_for(hf_config, reader.shapes())
+        check_names_and_shapes(table, reader.shapes(), str(model_dir), read_hf=reader.read_box)
+        check_weight_dtypes(reader.tensors(), str(model_dir))
+        return
+    with McoreCheckpoint(model_dir, verify=False) as checkpoint:  # its ranks verify the data before they load it
+        check_mcore_names_and_shapes(
+            table_for(hf_config, ()), checkpoint.tensors, str(model_dir), may_be_padded=may_be_padded(checkpoint)
+        )
 
 
 def _interrupt(signal_number: int, frame: Any) -> None:

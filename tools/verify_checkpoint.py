@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """Check that a Megatron checkpoint holds exactly the weights of a Hugging Face directory.
 
-Hashes of every file against the manifest, names, shapes, and each tensor bit for bit. --logits runs both models on
-fixed tokens, transformers' and Megatron's, and compares them layer by layer in float32 and bfloat16; that holds two
-models in memory.
+Hashes of every file and tensor against the manifest, names, shapes, and each tensor bit for bit. --logits runs both
+models on fixed tokens, transformers' and Megatron's, one after the other, and compares them layer by layer in float32
+and bfloat16; that takes memory for one model in float32.
 
-Exit status 0 when all is equal, 2 when not.
+Exit status 0 when all is equal, 2 when not, 1 when a file could not be read.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from gspo_megatron.convert.command import print_error
 from gspo_megatron.convert.ops import ConversionError
 from gspo_megatron.convert.verify import bytes_to_read, verify
 
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mcore-dir", type=Path, required=True, help="Megatron checkpoint, the other one")
     parser.add_argument("--logits", action="store_true", help="compare with transformers, layer by layer")
     args = parser.parse_args(arguments)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     try:
         with _progress(console) as progress:
             task = progress.add_task("verifying", total=bytes_to_read(args.hf_dir, args.mcore_dir))
@@ -44,8 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             compare_logits(args.hf_dir, args.mcore_dir, console)
     except ConversionError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
+    except OSError as error:
+        print_error(error)
+        return 1
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130

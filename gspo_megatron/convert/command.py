@@ -119,7 +119,7 @@ def _dtype(args: argparse.Namespace) -> torch.dtype | None:
 
 def _main(args: argparse.Namespace, target: Path, plan: Callable[[], Direction]) -> int:
     """Exit status: 0 success, 2 bad arguments or checkpoint, 130 interrupted, else 1."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)  # a path may hold what markup is made of
     torch.set_num_threads(1)
     try:
         for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background jobs ignore it
@@ -134,10 +134,10 @@ def _main(args: argparse.Namespace, target: Path, plan: Callable[[], Direction])
         outcome = run_job(conversion, target, console=console, num_workers=args.workers, restart=args.restart)
         console.print(_summary(conversion, target, outcome))
     except ConversionError as error:
-        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        print_error(error)
         return 2
     except (JobError, OSError) as error:
-        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        print_error(error)
         _say_how_to_go_on(target)
         return 1
     except KeyboardInterrupt:
@@ -145,6 +145,12 @@ def _main(args: argparse.Namespace, target: Path, plan: Callable[[], Direction])
         _say_how_to_go_on(target)
         return 130
     return 0
+
+
+def print_error(error: Exception) -> None:
+    """On stderr; names out of a file cannot steer the terminal."""
+    text = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(error))
+    print(f"{ERROR_PREFIX}{text}", file=sys.stderr)
 
 
 def _interrupt(signal_number: int, frame: Any) -> None:

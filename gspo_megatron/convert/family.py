@@ -78,6 +78,10 @@ CONSTANTS: Mapping[str, Any] = {
 ONLY: Mapping[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0}
 """Keys with one implemented value, which they have where they are absent."""
 
+MAX_LAYERS = 10_000
+MAX_PIECES = 2**18
+"""Of all layers, key-value heads and experts: tables grow with them. Kimi K2 has 61 layers of 384 experts, 27,000."""
+
 _OFF = {"num_nextn_predict_layers": 0, "use_mrope": False, "rope_interleaved": False}
 _HINTS = {
     "num_nextn_predict_layers": "; multi-token prediction (MTP) layers are not implemented, and not dropped in "
@@ -139,6 +143,7 @@ class Family:
         values = dict(self.constants)
         for key, (name, _, also) in self.keys.items():
             values |= {n: hf[key] for n in (name, also) if n is not None}
+        _raise_config(_count_problems(values))
         for part in self.parts:
             values |= part.to_mcore(hf, problems)
         _raise_config(problems + _size_problems(values))
@@ -226,6 +231,17 @@ class Family:
         _raise_config(problems)
         meant = {k: v(hf) if callable(v) else v for k, v in self.absent.items() if k not in hf}
         return {**hf, **meant}
+
+
+def _count_problems(values: Config) -> list[str]:
+    """Counts that lists are as long as, before there are any."""
+    layers, experts, groups = (values.get(k, 0) for k in ("num_layers", "num_moe_experts", "num_query_groups"))
+    if layers <= MAX_LAYERS and layers * (experts + groups) <= MAX_PIECES:
+        return []
+    return [
+        f"num_hidden_layers={layers}, with {groups} num_key_value_heads and {experts} experts: no such model is "
+        f"known; at most {MAX_LAYERS} layers, and {MAX_PIECES} key-value heads and experts of all layers, are taken"
+    ]
 
 
 def _size_problems(values: Config) -> list[str]:

@@ -25,6 +25,7 @@ from gspo_megatron.convert.safetensors_io import (
     plan_hf_files,
     read_header,
 )
+from gspo_megatron.convert.strict_json import check_regular, read_json
 from gspo_megatron.quantize import WEIGHT_DTYPES
 
 # Files that travel with the weights, where the source has them. Python files (remote code) never do.
@@ -41,6 +42,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_WEIGHTS = "*.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 
 
@@ -54,13 +56,16 @@ def read_config(hf_dir: Path) -> dict[str, Any]:
 
 
 def _read_object(path: Path, of: str) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:  # ValueError: not JSON, not text
-        raise ConversionError(f"{path}: {error}") from error
+    found: dict[str, Any] = read_json(path)
     if not isinstance(found, dict):
         raise ConversionError(f"{path}: holds a {type(found).__name__}, wants an object with {of}")
     return found
+
+
+def has_weights(hf_dir: Path) -> bool:
+    """Whether a directory has anything that may be weights, in whatever state."""
+    names = [path.name for path in hf_dir.iterdir()]
+    return any(name == INDEX_NAME or fnmatch(name, pattern) for name in names for pattern in (*_PICKLES, _WEIGHTS))
 
 
 def _find_files(hf_dir: Path) -> tuple[list[Path], dict[str, str] | None]:
@@ -69,7 +74,9 @@ def _find_files(hf_dir: Path) -> tuple[list[Path], dict[str, str] | None]:
         names = sorted(path.name for path in hf_dir.iterdir())
     except OSError as error:
         raise ConversionError(f"{hf_dir}: {error.strerror}") from error
-    found = [name for name in names if name.endswith(".safetensors")]
+    found = [name for name in names if fnmatch(name, _WEIGHTS)]
+    for name in found:
+        check_regular(hf_dir / name)
     if INDEX_NAME not in names:
         pickles = [name for name in names if any(fnmatch(name, pattern) for pattern in _PICKLES)]
         if not found and pickles:
@@ -267,18 +274,29 @@ def write_hf_dir(
         shutil.rmtree(partial, ignore_errors=True)  # after an error; it has its name by now without
 
 
+def find_companions(folder: Path) -> list[str]:
+    """Those of COMPANIONS that a directory has; each can be read.
+
+    Raises:
+        ConversionError: a name that leads to no file (a link to nowhere, a folder), or no permission.
+    """
+    names = [name for name in COMPANIONS if os.path.lexists(folder / name)]
+    for name in names:
+        check_regular(folder / name)
+    return names
+
+
 def copy_companions(source: Path, target: Path, *, quantization_config: Mapping[str, Any] | None) -> None:
     """Copy what COMPANIONS lists and source has; config.json gets that quantization_config, or none.
 
     Raises:
-        ConversionError: config.json is no JSON object, or a quantization_config has no config.json to go to.
+        ConversionError: as find_companions; config.json is no JSON object, or a quantization_config has no
+            config.json to go to.
         OSError: the disk is full or refuses.
     """
     if quantization_config and not (source / "config.json").is_file():
         raise ConversionError(f"{source}: has no config.json, in which FP8 weights have to be described")
-    for name in COMPANIONS:
-        if not (source / name).is_file():
-            continue
+    for name in find_companions(source):
         content = (source / name).read_bytes()
         if name == "config.json":
             config = read_config(source)

@@ -112,6 +112,12 @@ def check_target(target: Path) -> None:
         raise ConversionError(f"{target}: exists; remove it or name another directory")
     if not target.parent.is_dir():
         raise ConversionError(f"{target}: there is no folder {target.parent}; make it or name another directory")
+    try:
+        os.lstat(partial_dir(target))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ConversionError(f"{target}: {error.strerror}; name another directory") from error
     if not os.access(target.parent, os.W_OK | os.X_OK, effective_ids=True):
         raise ConversionError(f"{target}: no permission to write in {target.parent}")
 
@@ -212,7 +218,6 @@ def _resume(conversion: Conversion, data: Path, journal: _Journal, *, restart: b
     earlier, records = journal.read()
     if restart or earlier is None:
         earlier, records = None, {}
-        journal.begin(identity)
     else:
         head = f"{data.parent}: begun with other input or options; --restart begins anew"
         raise_problems(head, _differences(earlier, identity))
@@ -220,6 +225,8 @@ def _resume(conversion: Conversion, data: Path, journal: _Journal, *, restart: b
     keep = {data / name for name in records}
     for path in [p for p in data.rglob("*") if not p.is_dir() and p not in keep]:
         path.unlink()
+    if earlier is None:  # after that: the disk may be full of what was deleted
+        journal.begin(identity)
     return records
 
 

@@ -18,6 +18,7 @@ import xxhash
 from torch import Tensor
 
 from gspo_megatron.convert.ops import ConversionError, raise_problems
+from gspo_megatron.convert.strict_json import read_json
 
 FORMAT = "gspo_megatron.manifest/1"
 HASH = "xxh3_128"
@@ -172,10 +173,7 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         ConversionError: absent, or not such a file.
     """
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:  # ValueError: not JSON, not text
-        raise ConversionError(f"{path}: {error}") from error
+    content = read_json(path)
     try:
         if (found := (content["format"], content["hash"])) != (FORMAT, HASH):
             raise ConversionError(f"{path}: has format and hash {found}, wants {(FORMAT, HASH)}")

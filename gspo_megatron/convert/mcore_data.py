@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 from collections.abc import Callable
 from itertools import combinations
 from math import prod
@@ -86,11 +87,14 @@ class DataFiles:
             if self._manifest is not None:
                 verify_files(self._folder, self._manifest, names=[chunk.file], progress=self._progress)
             try:
-                self._fds[chunk.file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                # NONBLOCK: a named pipe would be waited for; it has no size, and is refused below
+                self._fds[chunk.file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             except OSError as error:
                 raise ConversionError(f"{path}: holds {key}: {error.strerror}") from error
         fd = self._fds[chunk.file]
-        if (size := os.fstat(fd).st_size) < chunk.offset + chunk.length:
+        status = os.fstat(fd)
+        size = status.st_size if stat.S_ISREG(status.st_mode) else 0
+        if size < chunk.offset + chunk.length:
             raise ConversionError(
                 f"{path}: is cut off: {key} ends at byte {chunk.offset + chunk.length}, the file at {size}"
             )

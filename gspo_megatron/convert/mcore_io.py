@@ -59,6 +59,7 @@ from gspo_megatron.convert.mcore_layout import (
     resolve_folder,
 )
 from gspo_megatron.convert.ops import Box, ConversionError, Shape, extent, raise_problems, whole
+from gspo_megatron.convert.strict_json import check_regular
 from gspo_megatron.convert.unpickle import load_common
 
 MAX_CHUNK_BYTES = 64 * 2**20
@@ -357,11 +358,47 @@ class McoreCheckpoint:
             name: (self._stored[key].dtype, self._stored[key].shape[layer is not None :])
             for name, (key, layer) in self._places.items()
         }
+        self._check_tensors()
+        self._check_sizes()
+
+    def _check_tensors(self) -> None:
+        """The manifest of a converted checkpoint lists its tensors, one of a training checkpoint none."""
+        if self.manifest is None or not self.manifest.tensors:
+            return
+        found = {name: f"{dtype_name(dtype)} {shape}" for name, (dtype, shape) in self.tensors.items()}
+        listed = {name: f"{record.dtype} {record.shape}" for name, record in self.manifest.tensors.items()}
+        problems = [
+            f"{name}: {listed.get(name, 'absent')} in {MANIFEST}, {found.get(name, 'absent')} in {METADATA}"
+            for name in sorted(found.keys() | listed.keys())
+            if found.get(name) != listed.get(name)
+        ]
+        raise_problems(f"{self.folder}: {MANIFEST} and {METADATA} differ; copy or convert it again", problems)
+
+    def _check_sizes(self) -> None:
+        """Data files are there and as long as what is in them, which a copy that broke off shows at once."""
+        chunks = [(c, key) for key, stored in self._stored.items() for c in stored.chunks]
+        chunks += [(c, key) for key, c in self._objects.items()]
+        last: dict[str, tuple[int, str]] = {}
+        for chunk, key in chunks:
+            last[chunk.file] = max(last.get(chunk.file, (0, "")), (chunk.offset + chunk.length, key))
+        for file, (end, key) in sorted(last.items()):
+            path = self.folder / file
+            try:
+                check_regular(path)
+            except ConversionError as error:
+                raise ConversionError(f"{error}; it holds {key}, the checkpoint is not complete") from error
+            size = path.stat().st_size
+            if size < end:
+                raise ConversionError(f"{path}: is cut off: {key} ends at byte {end}, the file at {size}")
+            if self.manifest is not None and size != (want := self.manifest.files[file].num_bytes):
+                raise ConversionError(f"{path}: has {size} bytes, the manifest says {want}; copy it again")
 
     def _read_manifest(self, required: bool) -> Manifest | None:
         path = self.folder / MANIFEST
         if path.is_file():
             manifest = read_manifest(path)
+            if manifest.kind != "mcore":
+                raise ConversionError(f"{path}: describes a directory of kind {manifest.kind!r}, wants mcore")
             # Upstream's loader takes it for the common state where it exists.
             if (self.folder / LEGACY_COMMON).exists() and LEGACY_COMMON not in manifest.files:
                 raise ConversionError(f"{self.folder / LEGACY_COMMON}: not in the manifest; remove it")
@@ -375,6 +412,7 @@ class McoreCheckpoint:
     def _check_small_file(self, name: str) -> bytes:
         """Bytes of a file, the very ones that were hashed."""
         path = self.folder / name
+        check_regular(path)
         try:
             data = path.read_bytes()
         except OSError as error:

@@ -5,7 +5,7 @@ Source: megatron-core 0.19.2, dist_checkpointing; torch 2.13, distributed.checkp
 
 from __future__ import annotations
 
-import json
+import re
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ import torch
 
 from gspo_megatron.convert.manifest import DTYPES, MANIFEST
 from gspo_megatron.convert.ops import Box, ConversionError, Shape, extent
+from gspo_megatron.convert.strict_json import parse_json
 from gspo_megatron.convert.unpickle import load_metadata
 
 METADATA = ".metadata"
@@ -39,8 +40,8 @@ def resolve_folder(path: Path) -> Path:
     folder = path
     if (path / LATEST).is_file():
         text = (path / LATEST).read_text(errors="replace").strip()
-        if text != "release" and not (text.isascii() and text.isdigit()):
-            raise ConversionError(f"{path / LATEST}: holds {text!r}, wants an iteration number or 'release'")
+        if text != "release" and not re.fullmatch(r"[0-9]{1,18}", text):
+            raise ConversionError(f"{path / LATEST}: holds {text[:80]!r}, wants an iteration number or 'release'")
         folder = path / (text if text == "release" else f"iter_{int(text):07d}")
     if not folder.is_dir():
         raise ConversionError(f"{folder}: no such folder, wants a Megatron checkpoint")
@@ -50,7 +51,9 @@ def resolve_folder(path: Path) -> Path:
         what = "is in the legacy torch format" if legacy else f"has no {CONFIG}, so it is no finished checkpoint"
         raise ConversionError(f"{folder}: {what}; wants megatron-core's torch_dist (--ckpt-format torch_dist)")
     try:
-        backend = json.loads(config.read_text())["sharded_backend"]
+        backend = parse_json(config.read_text())["sharded_backend"]
+    except OSError as error:
+        raise ConversionError(f"{config}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConversionError(f"{config}: not megatron-core's description of a checkpoint ({error!r})") from error
     if backend != BACKEND["sharded_backend"]:

@@ -20,6 +20,7 @@ import xxhash
 from torch import Tensor
 
 from gspo_megatron.convert.ops import ConversionError, Shape
+from gspo_megatron.convert.strict_json import check_regular, parse_json
 
 TensorSpec = tuple[str, torch.dtype, Shape]
 """(name, dtype, shape)."""
@@ -54,6 +55,7 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, Shape]]:
     Raises:
         ConversionError: unreadable, truncated or corrupt; names the file and, where it can, the tensor.
     """
+    check_regular(path)
     try:
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
@@ -67,8 +69,8 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, Shape]]:
     except OSError as error:
         raise ConversionError(f"{path}: {error.strerror}") from error
     try:
-        header = json.loads(text.decode(), object_pairs_hook=_object_without_repeats)
-    except (ValueError, RecursionError) as error:  # not JSON, not text, a name twice
+        header = parse_json(text.decode())
+    except ValueError as error:  # not JSON, not text, a name twice
         raise ConversionError(f"{path}: corrupt header: {error}") from error
     if not isinstance(header, dict):
         raise ConversionError(f"{path}: corrupt header: holds a {type(header).__name__}, wants an object")
@@ -76,15 +78,6 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, Shape]]:
     spans = {name: _span(entry, f"{path}: {name}") for name, entry in header.items()}
     _check_spans(path, spans, file_bytes - 8 - header_bytes)
     return {name: (_DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()}
-
-
-def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name} occurs twice")
-        found[name] = value
-    return found
 
 
 def _span(entry: Any, where: str) -> tuple[int, int]:
@@ -95,7 +88,7 @@ def _span(entry: Any, where: str) -> tuple[int, int]:
     lists = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
     if not lists or any(type(n) is not int or n < 0 for n in (*shape, *offsets)):
         raise ConversionError(f"{where}: corrupt header: shape {shape!r}, data_offsets {offsets!r}")
-    if entry["dtype"] not in _DTYPES:
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPES:
         raise ConversionError(f"{where}: dtype {entry['dtype']!r} is not understood; known are {', '.join(_DTYPES)}")
     want = prod(shape) * _DTYPES[entry["dtype"]].itemsize
     if offsets[1] - offsets[0] != want:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_megatron.convert.families import family_of
 from gspo_megatron.convert.fp8_io import Fp8Export, fp8_config
-from gspo_megatron.convert.hf_io import COMPANIONS, copy_companions, read_config, write_synced
+from gspo_megatron.convert.hf_io import COMPANIONS, copy_companions, find_companions, read_config, write_synced
 from gspo_megatron.convert.manifest import (
     HF_MANIFEST,
     FileRecord,
@@ -40,7 +39,7 @@ from gspo_megatron.convert.safetensors_io import (
     plan_hf_files,
 )
 from gspo_megatron.convert.source import SourceHashes, Specs, file_states, merge_once, num_bytes_of
-from gspo_megatron.convert.to_mcore import WEIGHT_DTYPES, model_config
+from gspo_megatron.convert.to_mcore import WEIGHT_DTYPES, read_model
 from gspo_megatron.convert.workers import PlannedFile, Record
 
 _SCALE = "_scale_inv"
@@ -196,8 +195,21 @@ class ToHf:
             write_synced(path, (json.dumps(config | changed, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def check_mcore_names_and_shapes(table: Sequence[TensorMap], found: Specs, where: str) -> None:
-    """Compare the table with a checkpoint's tensors; those of the vocabulary may have rows of padding.
+def may_be_padded(checkpoint: McoreCheckpoint) -> bool:
+    """Whether rows beyond the vocabulary are padding; a converted checkpoint, whose manifest has tensors, has none."""
+    return checkpoint.manifest is None or not checkpoint.manifest.tensors
+
+
+def check_mcore_names_and_shapes(
+    table: Sequence[TensorMap], found: Specs, where: str, *, may_be_padded: bool = True
+) -> None:
+    """Compare the table with a checkpoint's tensors.
+
+    Args:
+        table: the family's.
+        found: the checkpoint's tensors.
+        where: for the message.
+        may_be_padded: tensors of the vocabulary may have more rows.
 
     Raises:
         ConversionError: lists every missing, surplus and misshapen tensor, and those that are no weights.
@@ -206,15 +218,15 @@ def check_mcore_names_and_shapes(table: Sequence[TensorMap], found: Specs, where
     problems = [f"missing {name} {op.shape}" for name, op in wanted.items() if name not in found]
     problems += [f"surplus {name} {spec[1]}" for name, spec in found.items() if name not in wanted]
     for name, (dtype, shape) in found.items():
-        if name in wanted and not _fits(wanted[name], shape):
+        if name in wanted and not _fits(wanted[name], shape, may_be_padded):
             problems.append(f"{name} has shape {shape}, config.json wants {wanted[name].shape}")
         if dtype not in WEIGHT_DTYPES:
             problems.append(f"{name} is {dtype}, wants a weight's dtype")
     raise_problems(f"{where}: tensors do not fit config.json", problems)
 
 
-def _fits(op: TensorMap, shape: tuple[int, ...]) -> bool:
-    if op.is_vocab:
+def _fits(op: TensorMap, shape: tuple[int, ...], may_be_padded: bool) -> bool:
+    if op.is_vocab and may_be_padded:
         return shape[1:] == op.shape[1:] and shape[0] >= op.shape[0]
     return shape == op.shape
 
@@ -247,16 +259,16 @@ def plan_to_hf(
         raise ConversionError(
             f"{companions_dir}: has no config.json; name a directory that has the model's with --hf-config"
         )
+    companions = find_companions(companions_dir)
     if hf_config_dir is None and checkpoint.manifest is not None:
-        carried = [name for name in checkpoint.manifest.files if name.startswith("hf/")]
-        verify_files(checkpoint.folder, checkpoint.manifest, names=carried)
-    config = model_config(companions_dir)
-    family = family_of(config)
-    family.transformer_config(config)
+        carried = {name for name in checkpoint.manifest.files if name.startswith("hf/")}
+        carried |= {f"hf/{name}" for name in companions}
+        verify_files(checkpoint.folder, checkpoint.manifest, names=sorted(carried))
+    family, config = read_model(companions_dir)
     table = family.op_list(config)
     check_table(table)
     found = dict(checkpoint.tensors)
-    check_mcore_names_and_shapes(table, found, str(mcore_dir))
+    check_mcore_names_and_shapes(table, found, str(mcore_dir), may_be_padded=may_be_padded(checkpoint))
     unknown = [f"{name}: neither a tensor nor known state" for name in checkpoint.unknown_names]
     raise_problems(f"{mcore_dir}: objects that would be lost", unknown)
     specs = [(n, dtype or found[op.mcore_name][0], shape) for op in table for n, shape in op.hf_shapes.items()]
@@ -283,7 +295,7 @@ def plan_to_hf(
             "fp8": fp8,
             "max_shard_bytes": max_file_bytes,
         },
-        notes=_notes(checkpoint),
+        notes=_notes(checkpoint, table),
     )
 
 
@@ -300,8 +312,15 @@ def _source_files(folder: Path, companions_dir: Path) -> dict[str, list[int]]:
     return file_states(folder, [path.name for path in folder.iterdir()]) | companions
 
 
-def _notes(checkpoint: McoreCheckpoint) -> tuple[str, ...]:
+def _notes(checkpoint: McoreCheckpoint, table: Sequence[TensorMap]) -> tuple[str, ...]:
     notes = []
+    for op in table:
+        num_rows = checkpoint.tensors[op.mcore_name][1][0]
+        if num_rows > op.shape[0]:
+            notes.append(
+                f"{checkpoint.folder}: {op.mcore_name} has {num_rows} rows, the vocabulary {op.shape[0]}: "
+                "the rest is left out as padding"
+            )
     if checkpoint.manifest is None:
         notes.append(f"warning: {checkpoint.folder} has no manifest: it is read unverified")
     other = [name for name in checkpoint.object_names if name != COMMON_KEY]

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.convert.families import family_of
-from gspo_megatron.convert.hf_io import COMPANIONS, TensorReader, copy_companions, read_config, write_synced
+from gspo_megatron.convert.family import Family
+from gspo_megatron.convert.hf_io import (
+    COMPANIONS,
+    TensorReader,
+    copy_companions,
+    find_companions,
+    has_weights,
+    read_config,
+    write_synced,
+)
 from gspo_megatron.convert.manifest import (
     MANIFEST,
     FileRecord,
@@ -50,22 +59,43 @@ ITERATION_DIR = "iter_0000000"
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def model_config(hf_dir: Path) -> dict[str, Any]:
-    """config.json without what it says of the storage of FP8 weights, which is the reader's business."""
-    return {key: value for key, value in read_config(hf_dir).items() if key != "quantization_config"}
+def read_model(folder: Path) -> tuple[Family, dict[str, Any]]:
+    """The family of a directory's model, and its config.json.
+
+    Raises:
+        ConversionError: an unknown architecture, or a config.json that is not understood; names the file.
+    """
+    # What it says of the storage of FP8 weights is the reader's business.
+    config = {key: value for key, value in read_config(folder).items() if key != "quantization_config"}
+    try:
+        family = family_of(config)
+        family.transformer_config(config)
+    except ConversionError as error:  # begins with config.json
+        raise ConversionError(f"{folder}/{error}") from error
+    return family, config
+
+
+def check_weight_dtypes(found: Specs, where: str) -> None:
+    """A directory's tensors are weights, and no numbers of another kind.
+
+    Raises:
+        ConversionError: lists those that are not.
+    """
+    wanted = ", ".join(map(dtype_name, WEIGHT_DTYPES))
+    problems = [f"{name} is {d}, wants {wanted}" for name, (d, _) in found.items() if d not in WEIGHT_DTYPES]
+    raise_problems(f"{where}: dtypes", problems)
 
 
 def target_dtypes(table: Sequence[TensorMap], hf: Specs, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """dtype of each Megatron tensor: the one asked for, or that of its Hugging Face tensors.
 
     Raises:
-        ConversionError: a tensor that is no weight, or one that is put together from several dtypes.
+        ConversionError: one that is put together from several dtypes.
     """
     found = {op.mcore_name: sorted({dtype_name(hf[name][0]) for name in op.hf_shapes}) for op in table}
-    problems = [f"{name} is {d}, wants a weight's dtype" for name, (d, _) in hf.items() if d not in WEIGHT_DTYPES]
     if dtype is None:
-        problems += [f"{name}: made of {' and '.join(d)}; give --dtype" for name, d in found.items() if len(d) > 1]
-    raise_problems("dtypes", problems)
+        mixed = [f"{name}: made of {' and '.join(d)}; give --dtype" for name, d in found.items() if len(d) > 1]
+        raise_problems("dtypes", mixed)
     return {op.mcore_name: dtype or hf[next(iter(op.hf_shapes))][0] for op in table}
 
 
@@ -213,12 +243,12 @@ def plan_to_mcore(
     Raises:
         ConversionError: an unknown architecture; files that are damaged; config and weights that disagree.
     """
-    config = model_config(hf_dir)
-    family = family_of(config)
-    family.transformer_config(config)
+    family, config = read_model(hf_dir)
     notes = []
+    if not any(name.startswith(("tokenizer", "vocab")) for name in find_companions(hf_dir)):
+        notes.append(f"{hf_dir}: has no tokenizer; the checkpoint will have none to give back")
     dequantised = dtype or torch.bfloat16
-    if dry_run and not any(hf_dir.glob("*.safetensors")):
+    if dry_run and not has_weights(hf_dir):
         table = family.op_list(config)
         stated = _stated_dtype(config, hf_dir)
         found: Specs = {name: (stated, shape) for op in table for name, shape in op.hf_shapes.items()}
@@ -236,6 +266,7 @@ def plan_to_mcore(
     hf_copies = tuple(name for op in table for name in op.hf_copies if name in found)
     notes += [f"{hf_dir}: {name} is a copy, bit for bit, and left out: the config ties it" for name in hf_copies]
     hf = {name: found[name] for op in table for name in op.hf_shapes}
+    check_weight_dtypes(hf, str(hf_dir))
     dtypes = target_dtypes(table, hf, dtype)
     source_names = [path.name for path in hf_dir.glob("*.safetensors")]
     return ToMcore(

@@ -1,6 +1,6 @@
 """Does a Megatron checkpoint hold exactly the weights of a Hugging Face directory? Read back, compared bit by bit.
 
-It shares the families' tables and the two readers with the converter, and none of its writing code.
+It shares the families' tables, their checks and the two readers with the converter, and none of its writing code.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from torch import Tensor
 
 from gspo_megatron.convert.families import check_same_model, table_for
 from gspo_megatron.convert.hf_io import COMPANIONS, TensorReader, read_config
-from gspo_megatron.convert.manifest import MANIFEST, read_manifest, verify_files
+from gspo_megatron.convert.manifest import HF_MANIFEST, MANIFEST, Manifest, read_manifest, verify_files
 from gspo_megatron.convert.mcore_io import McoreCheckpoint
 from gspo_megatron.convert.mcore_layout import HF_SUBFOLDER, resolve_folder
-from gspo_megatron.convert.ops import (
-    TensorMap,
-    check_names_and_shapes,
-    raise_problems,
-)
-from gspo_megatron.convert.shards import check_shards
+from gspo_megatron.convert.ops import TensorMap, check_names_and_shapes, raise_problems
+from gspo_megatron.convert.source import SourceHashes
+from gspo_megatron.convert.to_hf import check_mcore_names_and_shapes, may_be_padded
+from gspo_megatron.convert.to_mcore import read_model
 
 Progress = Callable[[int], None]
 """Gets the bytes that were read since its last call."""
@@ -42,18 +40,29 @@ class Verified:
 
 
 def bytes_to_read(hf_dir: Path, mcore_dir: Path) -> int:
-    """What verify reads: the checkpoint's files, and the directory's tensors.
+    """What verify reads: the files of both manifests, and the tensors of both sides.
 
     Raises:
         ConversionError: one of the two cannot be read.
     """
     manifest = read_manifest(resolve_folder(mcore_dir) / MANIFEST)
-    tensors = TensorReader(hf_dir).tensors().values()
-    return sum(r.num_bytes for r in manifest.files.values()) + sum(prod(s) * d.itemsize for d, s in tensors)
+    files = [*manifest.files.values(), *_hf_manifest(hf_dir).files.values()]
+    tensors = TensorReader(hf_dir, dtype=torch.float32).tensors().values()
+    return (
+        sum(file.num_bytes for file in files)
+        + sum(tensor.num_bytes for tensor in manifest.tensors.values())
+        + sum(prod(shape) * dtype.itemsize for dtype, shape in tensors)
+    )
+
+
+def _hf_manifest(hf_dir: Path) -> Manifest:
+    """An export has one, a published directory none: then one that says nothing."""
+    path = hf_dir / HF_MANIFEST
+    return read_manifest(path) if path.exists() else Manifest(kind="hf", files={})
 
 
 def verify(hf_dir: Path, mcore_dir: Path, *, progress: Progress) -> Verified:
-    """Manifest hashes, names, shapes, and every tensor's bits.
+    """Hashes of the manifests, names, shapes, and every tensor's bits.
 
     Args:
         hf_dir: either side of a conversion; its weights may be FP8 or have fused experts.
@@ -65,19 +74,21 @@ def verify(hf_dir: Path, mcore_dir: Path, *, progress: Progress) -> Verified:
     Raises:
         ConversionError: the first check that failed, with everything that it found.
     """
-    checkpoint = McoreCheckpoint(mcore_dir)
-    manifest = read_manifest(checkpoint.folder / MANIFEST)
+    checkpoint = McoreCheckpoint(mcore_dir, verify=False)  # at once, in the next line
+    manifest = checkpoint.manifest
+    assert manifest is not None  # it is required
     verify_files(checkpoint.folder, manifest, progress=progress)
-    hf_config = read_config(hf_dir)
-    reader = TensorReader(hf_dir)
+    verify_files(hf_dir, _hf_manifest(hf_dir), progress=progress)
+    _, hf_config = read_model(hf_dir)
+    reader = TensorReader(hf_dir, dtype=torch.float32)  # of FP8; the checkpoint's dtype is a rounding of it
     table = table_for(hf_config, reader.shapes())
     check_names_and_shapes(table, reader.shapes(), str(hf_dir), read_hf=reader.read_box)
-    check_shards(table, {name: shape for name, (_, shape) in checkpoint.tensors.items()})
-    raise_problems(
-        f"{checkpoint.folder}: tensors are missing",
-        [f"{op.mcore_name} {op.shape}" for op in table if op.mcore_name not in checkpoint.tensors],
+    check_mcore_names_and_shapes(
+        table, checkpoint.tensors, str(checkpoint.folder), may_be_padded=may_be_padded(checkpoint)
     )
+    raise_problems(f"{checkpoint.folder}: neither tensors nor known state", checkpoint.unknown_names)
     _check_companions(hf_dir, checkpoint.folder / HF_SUBFOLDER)
+    _check_hashes(checkpoint, manifest, progress)
     raise_problems(f"{checkpoint.folder} and {hf_dir} differ", _differences(table, reader, checkpoint, progress))
     return Verified(
         num_tensors=len(reader.shapes()),
@@ -86,6 +97,18 @@ def verify(hf_dir: Path, mcore_dir: Path, *, progress: Progress) -> Verified:
         num_bytes=sum(record.num_bytes for record in manifest.files.values()),
         model_type=hf_config["model_type"],
     )
+
+
+def _check_hashes(checkpoint: McoreCheckpoint, manifest: Manifest, progress: Progress) -> None:
+    hashes = SourceHashes(checkpoint.tensors, checkpoint.read_box)
+    for name, record in manifest.tensors.items():
+        hashes.advance(name)
+        progress(record.num_bytes)
+    found = hashes.records()
+    wrong = [
+        f"{name}, in {record.file}" for name, record in manifest.tensors.items() if found[name].hash != record.hash
+    ]
+    raise_problems(f"{checkpoint.folder}: tensors do not have the hash of {MANIFEST}", wrong)
 
 
 def _differences(

@@ -20,11 +20,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from gspo_megatron.convert.families import family_of
-from gspo_megatron.convert.hf_io import read_config
+from gspo_megatron.convert.families import table_for
+from gspo_megatron.convert.hf_io import TensorReader, read_config
 from gspo_megatron.convert.mcore_io import McoreCheckpoint
 from gspo_megatron.convert.mcore_layout import HF_SUBFOLDER
 from gspo_megatron.convert.ops import ConversionError
+from gspo_megatron.convert.to_mcore import read_model
 from gspo_megatron.mcore import cpu
 
 NUM_TOKENS = 64
@@ -37,14 +38,18 @@ BFLOAT16_LIMIT = 0.1
 def compare_logits(hf_dir: Path, mcore_dir: Path, console: Console) -> None:
     """Print a table of differences: embedding, each layer's output, logits, in float32 and bfloat16.
 
-    Memory: both models, in float32.
+    Memory: one model in float32 at a time, and the outputs of all layers.
 
     Raises:
-        ConversionError: a layer differs by more than its limit.
+        ConversionError: a layer differs by more than its limit, or the two cannot be compared.
     """
-    hf_config = read_config(hf_dir)
-    if "quantization_config" in hf_config:
-        raise ConversionError(f"{hf_dir}: --logits wants weights that are not quantised; give the other side's export")
+    with McoreCheckpoint(mcore_dir) as checkpoint:
+        _compare(hf_dir, checkpoint, console)
+
+
+def _compare(hf_dir: Path, checkpoint: McoreCheckpoint, console: Console) -> None:
+    _, hf_config = read_model(hf_dir)
+    _check_dtypes(hf_dir, hf_config, checkpoint)
     tokens = torch.randint(hf_config["vocab_size"], (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
     table = Table("layer", "float32, max |d| / std", "bfloat16, mean |d| / std", title=f"{NUM_TOKENS} fixed tokens")
     columns: list[list[float]] = []
@@ -52,10 +57,14 @@ def compare_logits(hf_dir: Path, mcore_dir: Path, console: Console) -> None:
     problems: list[str] = []
     for dtype, limit in ((torch.float32, FLOAT32_LIMIT), (torch.bfloat16, BFLOAT16_LIMIT)):
         theirs = transformers_outputs(hf_dir, tokens, dtype)
-        ours = megatron_outputs(mcore_dir, tokens, dtype)
+        ours = megatron_outputs(checkpoint, tokens, dtype)
         names = list(theirs)
+        if names != list(ours):
+            raise ConversionError(f"transformers has {len(names) - 2} layers, Megatron {len(ours) - 2}")
         columns.append([])
         for name, want in theirs.items():
+            if not want.isfinite().all():
+                raise ConversionError(f"{hf_dir}: {name} is not finite in {dtype}: there is nothing to compare")
             error = (ours[name].float() - want.float()).abs()
             size = float((error.max() if dtype == torch.float32 else error.mean()) / want.float().std())
             columns[-1].append(size)
@@ -65,7 +74,24 @@ def compare_logits(hf_dir: Path, mcore_dir: Path, console: Console) -> None:
         table.add_row(name, f"{in_float32:.1e}", f"{in_bfloat16:.1e}")
     console.print(table)
     if problems:
-        raise ConversionError("Megatron and transformers compute different things:\n  " + "\n  ".join(problems))
+        raise ConversionError(
+            f"{checkpoint.folder} in Megatron and {hf_dir} in transformers compute different things; the first "
+            "layer that differs has the cause:\n  " + "\n  ".join(problems)
+        )
+
+
+def _check_dtypes(hf_dir: Path, hf_config: dict[str, Any], checkpoint: McoreCheckpoint) -> None:
+    """Weights that one side has rounded make other logits."""
+    if read_config(hf_dir).get("quantization_config"):
+        raise ConversionError(f"{hf_dir}: --logits wants weights that are not quantised; give the other side's export")
+    found = TensorReader(hf_dir).tensors()
+    for op in table_for(hf_config, found):
+        dtype, name = checkpoint.tensors[op.mcore_name][0], next(iter(op.hf_shapes))
+        if torch.promote_types(dtype, found[name][0]) != dtype:
+            raise ConversionError(
+                f"{hf_dir}: {name} is {found[name][0]}, which {op.mcore_name} was rounded from to {dtype}: logits "
+                "cannot be equal; export the checkpoint, and give the export"
+            )
 
 
 @torch.no_grad()
@@ -74,7 +100,12 @@ def transformers_outputs(hf_dir: Path, tokens: Tensor, dtype: torch.dtype) -> di
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        hf_dir, dtype=dtype, attn_implementation="eager", local_files_only=True
+        hf_dir,
+        dtype=dtype,
+        attn_implementation="eager",
+        experts_implementation="eager",  # the grouped kernel refuses sizes that are no multiple of 16 bytes
+        local_files_only=True,
+        use_safetensors=True,
     ).eval()
     layers = {"embedding": model.model.embed_tokens} | {f"layer {i}": m for i, m in enumerate(model.model.layers)}
     outputs, remove = _record(layers, lambda x: x[0])
@@ -84,14 +115,13 @@ def transformers_outputs(hf_dir: Path, tokens: Tensor, dtype: torch.dtype) -> di
 
 
 @torch.no_grad()
-def megatron_outputs(mcore_dir: Path, tokens: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+def megatron_outputs(checkpoint: McoreCheckpoint, tokens: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """The same of the checkpoint, through the modules that train on CPU. The process must be no rank of a run."""
     cpu.install()
     from gspo_megatron.mcore.model import fixed_fields, gpt_chunks, make_config, sharded_state_dict, shards
 
-    checkpoint = McoreCheckpoint(mcore_dir)
-    hf_config = read_config(checkpoint.folder / HF_SUBFOLDER)
-    fields, arguments = family_of(hf_config).transformer_config(hf_config)
+    family, hf_config = read_model(checkpoint.folder / HF_SUBFOLDER)
+    fields, arguments = family.transformer_config(hf_config)
     with _one_process():
         config = make_config({**fields, **fixed_fields(dtype)}, arguments, "local")
         (model,) = gpt_chunks(config, arguments, "local")

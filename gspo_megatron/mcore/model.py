@@ -42,6 +42,7 @@ from gspo_megatron.convert.ops import (
     slices,
 )
 from gspo_megatron.convert.shards import Gatherer, Shard, load_shards
+from gspo_megatron.convert.to_mcore import check_weight_dtypes
 from gspo_megatron.mcore.attention import PackedCoreAttention, TorchRMSNorm
 from gspo_megatron.mcore.parallel import Parallel
 from gspo_megatron.mcore.routing_replay import RoutingReplay
@@ -345,6 +346,8 @@ def load_hf_weights(policy: Policy, optimizer: Any, read: TensorReader | dict[st
         return read[name][slices(box)] if isinstance(read, dict) else read.read_box(name, box)
 
     found = {n: tuple(t.shape) for n, t in read.items()} if isinstance(read, dict) else read.shapes()
+    if not isinstance(read, dict):
+        check_weight_dtypes(read.tensors(), where)  # copying converts any number without a word
     table = table_for(policy.hf_config, found)
     check_names_and_shapes(table, found, where, read_hf=read_box)
     load_shards(policy.shards(), table, read_box)

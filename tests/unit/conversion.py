@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from math import prod
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 
 from gspo_megatron.convert.command import hf_to_mcore_main, mcore_to_hf_main
 from gspo_megatron.convert.families import family_of
+from gspo_megatron.convert.to_mcore import plan_to_mcore
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes" / "tiny-moe"
@@ -71,6 +73,32 @@ def load(hf_dir):
     return found
 
 
+def write_hf(folder, config, tensors):
+    """A directory of that config.json and those tensors, which may be views of one another."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_bytes((TINY / "tokenizer_config.json").read_bytes())
+    save_file({name: t.clone() for name, t in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def random_model(config, dtype=torch.float32):
+    """Every element of every tensor has its own value, near enough; norms around 1."""
+    generator = torch.Generator().manual_seed(7)
+    shapes = {n: s for op in family_of(config).op_list(config) for n, s in op.hf_shapes.items()}
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {name: (t * 0.1 + float(name.endswith("norm.weight"))).to(dtype) for name, t in drawn.items()}
+
+
+def convert(source, out, plan=plan_to_mcore, **options):
+    """A conversion (the other way with plan_to_hf) as the command does it, without its processes."""
+    conversion = plan(source, **options)
+    out.mkdir()
+    records = [conversion.write_file(i, out, lambda _: None) for i in range(len(conversion.files))]
+    conversion.finish(out, records)
+    return out
+
+
 def same_bits(a, b):
     """Same names, dtypes, shapes and bytes."""
     if a.keys() != b.keys():
@@ -86,6 +114,14 @@ def hashes(folder):
     """SHA-256 of every file of a directory."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@contextmanager
+def open_folder():
+    """A folder that everybody may enter, which pytest's are not: each of its sessions closes them to others."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
 
 
 def command(tool, *arguments):

@@ -22,7 +22,17 @@ from gspo_megatron.convert.source import merge_once
 from gspo_megatron.convert.to_hf import plan_to_hf
 from gspo_megatron.convert.to_mcore import ToMcore, plan_to_mcore
 from gspo_megatron.convert.workers import Finished, JobError, Workers
-from tests.unit.conversion import command, hashes, load, make_hf_dir, run, same_bits, start_and_wait, to_mcore
+from tests.unit.conversion import (
+    command,
+    hashes,
+    load,
+    make_hf_dir,
+    open_folder,
+    run,
+    same_bits,
+    start_and_wait,
+    to_mcore,
+)
 
 SMALL_FILES = 64 * 1024
 
@@ -152,21 +162,20 @@ def test_target_without_parent_is_refused(hf_dir, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folder_without_permission_is_refused(hf_dir, tmp_path):
+def test_folder_without_permission_is_refused(hf_dir):
     conversion = plan_to_mcore(hf_dir)
-    tmp_path.chmod(0o555)
     is_root = os.geteuid() == 0  # who may write everywhere
-    try:
-        if is_root:
-            for path in tmp_path.parents[:2]:  # pytest closes its folders to others
-                path.chmod(0o755)
-            os.seteuid(65534)
-        with pytest.raises(ConversionError, match=f"{tmp_path / 'b'}: no permission to write in {tmp_path}"):
-            run_job(conversion, tmp_path / "b", console=quiet())
-    finally:
-        if is_root:
-            os.seteuid(0)
-    assert list(tmp_path.iterdir()) == []
+    with open_folder() as folder:
+        folder.chmod(0o555)
+        try:
+            if is_root:
+                os.seteuid(65534)
+            with pytest.raises(ConversionError, match=f"{folder / 'b'}: no permission to write in {folder}"):
+                run_job(conversion, folder / "b", console=quiet())
+        finally:
+            if is_root:
+                os.seteuid(0)
+        assert list(folder.iterdir()) == []
 
 
 def test_small_disk_is_refused_before_anything_is_written(hf_dir, tmp_path, monkeypatch):

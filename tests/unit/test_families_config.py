@@ -153,7 +153,7 @@ def yarn(**given: Any) -> dict[str, Any]:
     ("base", "edit", "message"),
     [
         ({}, {"n_shared_experts": 1}, "n_shared_experts=1: not understood"),
-        ({}, {"clip_qkv": None}, "clip_qkv=None: not understood"),
+        ({}, {"logit_scale": None}, "logit_scale=None: not understood"),
         ({}, {"attention_bias": True}, "attention_bias=True: only False is implemented"),
         ({}, {"attention_dropout": 0.1}, "attention_dropout=0.1: only 0.0 is implemented"),
         ({}, {"hidden_act": "gelu"}, "hidden_act='gelu': only 'silu' is implemented"),

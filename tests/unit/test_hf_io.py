@@ -19,6 +19,7 @@ from gspo_megatron.convert.families import family_of
 from gspo_megatron.convert.hf_io import TensorReader, random_tensors, read_config, write_hf_dir
 from gspo_megatron.convert.ops import ConversionError, fuse_qkv, slices, stack
 from gspo_megatron.convert.safetensors_io import INDEX_NAME, TensorSpec, index_json, plan_hf_files, read_header
+from tests.unit.conversion import open_folder
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny-moe"
 
@@ -188,12 +189,16 @@ def test_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 @pytest.fixture
 def good(tmp_path: Path) -> Path:
     """a and b in the first file, c and d in the second."""
+    return make_good(tmp_path)
+
+
+def make_good(folder: Path) -> Path:
     found = {name: torch.full((10,), float(i)) for i, name in enumerate("abcd")}
     files = plan_hf_files(specs_of(found), max_file_bytes=80)
     for file in files:
-        save_file({name: found[name] for name, _, _ in file.tensors}, tmp_path / file.name)
-    (tmp_path / INDEX_NAME).write_text(index_json(files))
-    return tmp_path
+        save_file({name: found[name] for name, _, _ in file.tensors}, folder / file.name)
+    (folder / INDEX_NAME).write_text(index_json(files))
+    return folder
 
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -263,20 +268,17 @@ def as_nobody(code: str, folder: Path) -> str:
     return done.stderr.strip().splitlines()[-1] if done.returncode else ""
 
 
-def test_no_permission_is_named(good: Path) -> None:
+def test_no_permission_is_named() -> None:
     code = "TensorReader(Path(sys.argv[1]))"
-    for folder in (good, *(parent for parent in good.parents if parent.name.startswith("pytest-"))):
-        folder.chmod(0o755)  # pytest's own are closed to others
-    for file in good.iterdir():
-        file.chmod(0o644)
-    assert as_nobody(code, good) == ""
-    (good / SECOND).chmod(0)
-    assert as_nobody(code, good).endswith(f"{good / SECOND}: Permission denied")
-    good.chmod(0)
-    try:
+    with open_folder() as folder:
+        good = make_good(folder)
+        for file in good.iterdir():
+            file.chmod(0o644)
+        assert as_nobody(code, good) == ""
+        (good / SECOND).chmod(0)
+        assert f"{good / SECOND}: Permission denied" in as_nobody(code, good)
+        good.chmod(0)
         assert as_nobody(code, good).endswith(f"{good}: Permission denied")
-    finally:
-        good.chmod(0o755)
 
 
 @pytest.mark.parametrize("box", [((2, 5), (0, 4)), ((0, 0), (1, 3)), ((6, 7), (3, 4)), ((0, 7), (0, 4))])

@@ -406,7 +406,7 @@ def test_damage_is_found_without_a_manifest_too(tmp_path):
     with pytest.raises(ConversionError, match="__0_0.distcp: w"):
         read()
     path.unlink()
-    with pytest.raises(ConversionError, match="__0_0.distcp: holds w: No such file"):
+    with pytest.raises(ConversionError, match="__0_0.distcp: No such file or directory; it holds w"):
         read()
     with pytest.raises(ConversionError, match="not a finished checkpoint; it has no manifest.json"):
         McoreCheckpoint(folder)

@@ -23,7 +23,7 @@ def family_of(hf_config: dict[str, Any]) -> Family:
         ConversionError: an unknown model_type.
     """
     model_type = hf_config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConversionError(f"config.json: model_type={model_type!r}: known are {', '.join(sorted(FAMILIES))}")
     return FAMILIES[model_type]
 
