@@ -135,7 +135,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_ma
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
-    "factor": 8.0,
+    "factor": 16.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,

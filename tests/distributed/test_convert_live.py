@@ -53,17 +53,22 @@ def raised(fn: Any, *args: Any) -> str:
     return "nothing"
 
 
+def step_of_zero(policy: Any, optimizer: Any) -> None:
+    """An optimizer step with learning rate 0: the weights become the optimizer's copies of them."""
+    from gspo_megatron.optimize import optimizer_step
+
+    sequences = [TrainSequence(name="one", prompt_ids=(2, 3), response_ids=(4, 5, 6, 7))] * 2
+    batch = pack_batch(sequences, 64, policy.parallel.batch_layout, minibatch_index=0)
+    optimizer_step(policy, optimizer, batch, sft_loss, denominator=8, lr=0.0, temperature=1.0)
+
+
 def write_all(rank: int, folder: Path) -> dict[str, Any]:
     """Gather; write checkpoint and export, each a second time onto the first."""
     _, policy, optimizer = build([f"model.hf_dir={folder / 'model'}", *EP2])
     from gspo_megatron.checkpoint import save_checkpoint
     from gspo_megatron.mcore.model import export_hf, load_hf_weights
-    from gspo_megatron.optimize import optimizer_step
 
-    # Without a step there is no optimizer state to save; with learning rate 0 it leaves the weights.
-    sequences = [TrainSequence(name="one", prompt_ids=(2, 3), response_ids=(4, 5, 6, 7))] * 2
-    batch = pack_batch(sequences, 64, policy.parallel.batch_layout, minibatch_index=0)
-    optimizer_step(policy, optimizer, batch, sft_loss, denominator=8, lr=0.0, temperature=1.0)
+    step_of_zero(policy, optimizer)  # without a step there is no optimizer state to save
     state = TrainState(rollout_step=3, optimizer_step=12, weight_version=4)
     results = {"gathered": hf_tensors(policy)}
     save = partial(save_checkpoint, policy, optimizer, state, companions_from=folder / "model")
@@ -114,6 +119,20 @@ def load_all(rank: int, folder: Path, layout: list[str]) -> dict[str, Any]:
     results["from_export"] = hf_tensors(policy)
     results["half_written"] = raised(load_weights, policy, optimizer, folder / "half_written")
     return results
+
+
+def load_and_step(rank: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights loaded twice as large and from the checkpoint, a step after each; the optimizer copies bfloat16 ones."""
+    _, policy, optimizer = build([f"model.hf_dir={folder / 'model'}", "model.dtype=bfloat16", *ONE])
+    from gspo_megatron.checkpoint import load_weights
+    from gspo_megatron.mcore.model import load_hf_weights
+
+    load_hf_weights(policy, optimizer, {n: 2 * t for n, t in tiny_tensors(policy.ops).items()}, "doubled")
+    step_of_zero(policy, optimizer)
+    doubled = hf_tensors(policy)
+    load_weights(policy, optimizer, folder / "checkpoint")
+    step_of_zero(policy, optimizer)
+    return doubled, hf_tensors(policy)
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +247,12 @@ def test_another_layout_loads_checkpoint_and_export(loaded: list[dict[str, Any]]
     assert_bitwise(loaded[0]["from_export"], want)
     assert loaded[-1]["padding_rows"].shape == (len(loaded) - 1, 96), "tensor parallel pads 47 to 48"
     assert loaded[-1]["padding_rows"].count_nonzero() == 0
+
+
+def test_optimizer_goes_on_from_the_weights_loaded(written: Any, folder: Path, want: dict[str, Tensor]) -> None:
+    ((doubled, from_checkpoint),) = spawn(load_and_step, 1, folder, timeout_s=120)
+    assert_bitwise(doubled, {name: (2 * tensor).bfloat16() for name, tensor in want.items()})
+    assert_bitwise(from_checkpoint, {name: tensor.bfloat16() for name, tensor in want.items()})
 
 
 def test_half_written_checkpoint_is_refused_on_every_rank(loaded: list[dict[str, Any]], folder: Path) -> None:

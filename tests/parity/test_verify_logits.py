@@ -102,6 +102,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "rope_theta": ("llama_tied", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0e6, "factor": 3.0}}),
     "norm_topk_prob": ("qwen3_moe_mlp_only", {"norm_topk_prob": False}),
     "rms_norm_eps": ("qwen3_moe", {"rms_norm_eps": 1.0e-3}),
+    "rms_norm_eps by little": ("qwen3_moe", {"rms_norm_eps": 2.0e-5}),
     "sliding_window": ("qwen3_moe_window", {"sliding_window": 8}),
 }
 """The model, and what the checkpoint's config.json says otherwise."""

@@ -1,5 +1,6 @@
 """A conversion as a job: nothing half-written under the final name, clear errors, the same bytes on resuming."""
 
+import errno
 import fcntl
 import json
 import multiprocessing
@@ -19,7 +20,7 @@ from gspo_megatron.convert.job import partial_dir, run_job
 from gspo_megatron.convert.ops import ConversionError
 from gspo_megatron.convert.source import merge_once
 from gspo_megatron.convert.to_hf import plan_to_hf
-from gspo_megatron.convert.to_mcore import plan_to_mcore
+from gspo_megatron.convert.to_mcore import ToMcore, plan_to_mcore
 from gspo_megatron.convert.workers import Finished, JobError, Workers
 from tests.unit.conversion import (
     command,
@@ -125,6 +126,25 @@ def test_interruption_stops_the_workers_and_says_how_to_go_on(hf_dir, whole, tmp
     status, stdout, stderr = to_mcore(*arguments)
     assert status == 0, stderr
     assert "files are complete" in stdout
+    assert hashes(target) == hashes(whole)
+
+
+def test_target_is_absent_until_all_is_there(hf_dir, whole, tmp_path, monkeypatch):
+    """The last step fails, with everything but the name on the disk."""
+    target, finish = tmp_path / "b", ToMcore.finish
+
+    def finish_and_fail(conversion, directory, records):
+        finish(conversion, directory, records)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(ToMcore, "finish", finish_and_fail)
+    conversion = plan_to_mcore(hf_dir, max_file_bytes=SMALL_FILES)
+    with pytest.raises(JobError, match="b.partial/data: Input/output error"):
+        run_job(conversion, target, console=quiet())
+    assert [p.name for p in tmp_path.iterdir()] == ["b.partial"]
+    monkeypatch.undo()
+    outcome = run_job(conversion, target, console=quiet())
+    assert outcome.num_resumed == outcome.num_files
     assert hashes(target) == hashes(whole)
 
 

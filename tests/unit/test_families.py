@@ -167,6 +167,14 @@ def test_gate_is_above_up_and_the_order_is_query_key_value(name: str) -> None:
     assert num_checked >= 8
 
 
+def test_experts_beyond_nine_are_stacked_by_number() -> None:
+    table = {op.mcore_name: op for op in table_of(TINY_CONFIGS["qwen3_moe"] | {"num_experts": 12})}
+    for name, parts in (("linear_fc1", ("gate_proj", "up_proj")), ("linear_fc2", ("down_proj",))):
+        blocks = table[f"decoder.layers.0.mlp.experts.experts.{name}.weight"].blocks
+        want = [(e, f"model.layers.0.mlp.experts.{e}.{part}.weight") for e in range(12) for part in parts]
+        assert [(b.mcore_start[0], b.hf_name) for b in blocks] == want
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_their_published_number_of_parameters(name: str) -> None:
     config, num_parameters = PUBLISHED[name]
