@@ -35,9 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _progress(console) as progress:
             task = progress.add_task("verifying", total=bytes_to_read(args.hf_dir, args.mcore_dir))
             found = verify(args.hf_dir, args.mcore_dir, progress=lambda n: progress.advance(task, n))
+        rounded = f", {found.num_rounded:,} of them in another dtype, as was asked" if found.num_rounded else ""
         console.print(
             f"equal: {found.model_type}, {found.num_tensors:,} tensors, {found.num_parameters:,} parameters, bit for "
-            f"bit; {found.num_files} files of {args.mcore_dir} ({found.num_bytes / 2**30:.2f} GiB) match its manifest",
+            f"bit{rounded}; {found.num_files} files of {args.mcore_dir} ({found.num_bytes / 2**30:.2f} GiB) match its "
+            "manifest",
             soft_wrap=True,
         )
         if args.logits:

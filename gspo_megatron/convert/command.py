@@ -198,6 +198,8 @@ def _describe(conversion: Direction, target: Path, *, num_workers: int) -> None:
         f"about {seconds:.0f} s at {format_bytes(rate)}/s per worker, the rate of a "
         f"{format_bytes(SAMPLE_BYTES)} sample in {target.parent}",
     ]
+    if num_bytes > shutil.disk_usage(target.parent).free:
+        lines.append(f"warning: {target.parent} has no room for it")
     sys.stdout.write("\n".join(lines) + "\n")
 
 

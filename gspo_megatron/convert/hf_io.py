@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +207,8 @@ class TensorReader:
 
     def read_stored(self, name: str, box: Box) -> Tensor:
         """A box of a tensor as the file has it: a view of the mapped file, do not write to it."""
-        return map_box(self._fds[self._file_of[name]], self._places[name], box)
+        file = self._file_of[name]
+        return map_box(self._fds[file], self._places[name], box, where=f"{file}: {name}")
 
 
 def _close(fds: list[int]) -> None:
@@ -265,7 +268,12 @@ def write_hf_dir(
             raise ConversionError(f"{out_dir}: {name}: comes after all planned tensors")
         if len(files) > 1:
             write_synced(partial / INDEX_NAME, index_json(files).encode())
-        copy_companions(companions_from, partial, quantization_config=quantization_config)
+        copy_companions(
+            companions_from,
+            partial,
+            quantization_config=quantization_config,
+            specs=None if quantization_config else specs,
+        )
         sync_dir(partial)
         partial.rename(out_dir)
         sync_dir(out_dir.parent)
@@ -287,8 +295,20 @@ def find_companions(folder: Path) -> list[str]:
     return names
 
 
-def copy_companions(source: Path, target: Path, *, quantization_config: Mapping[str, Any] | None) -> None:
+def copy_companions(
+    source: Path,
+    target: Path,
+    *,
+    quantization_config: Mapping[str, Any] | None,
+    specs: Iterable[TensorSpec] | None = None,
+) -> None:
     """Copy what COMPANIONS lists and source has; config.json gets that quantization_config, or none.
+
+    Args:
+        source: directory.
+        target: directory.
+        quantization_config: of the weights.
+        specs: weights, before quantisation, of which most have the dtype that config.json is to name; None: it stays.
 
     Raises:
         ConversionError: as find_companions; config.json is no JSON object, or a quantization_config has no
@@ -301,10 +321,21 @@ def copy_companions(source: Path, target: Path, *, quantization_config: Mapping[
         content = (source / name).read_bytes()
         if name == "config.json":
             config = read_config(source)
-            if config.pop("quantization_config", None) != quantization_config:
-                config |= {"quantization_config": dict(quantization_config)} if quantization_config else {}
-                content = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+            changed = {key: value for key, value in config.items() if key != "quantization_config"}
+            changed |= {"quantization_config": dict(quantization_config)} if quantization_config else {}
+            if specs is not None:
+                dtype = _main_dtype(specs)
+                changed |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
+            if changed != config:
+                content = (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
         write_synced(target / name, content)
+
+
+def _main_dtype(specs: Iterable[TensorSpec]) -> str:
+    num_bytes: Counter[str] = Counter()
+    for _, dtype, shape in specs:
+        num_bytes[str(dtype).removeprefix("torch.")] += prod(shape) * dtype.itemsize
+    return num_bytes.most_common(1)[0][0]
 
 
 def write_synced(path: Path, content: bytes) -> None:

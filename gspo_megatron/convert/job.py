@@ -176,7 +176,13 @@ class _Journal:
         self._file.truncate(end)
         if not lines:
             return None, {}
-        return lines[0]["identity"], {line["file"]: line["record"] for line in lines[1:]}
+        try:
+            identity = {part: dict(values) for part, values in lines[0]["identity"].items()}
+            records = {line["file"]: dict(line["record"]) for line in lines[1:]}
+            _ = [(record["bytes"], record["hash"]) for record in records.values()]
+            return identity, records
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ConversionError(f"{self._path}: no journal of a conversion; --restart begins anew") from None
 
 
 @contextmanager
@@ -215,10 +221,8 @@ def _resume(conversion: Conversion, data: Path, journal: _Journal, *, restart: b
         ConversionError: the earlier run was of another conversion; says what differs.
     """
     identity = json.loads(json.dumps(conversion.identity()))
-    earlier, records = journal.read()
-    if restart or earlier is None:
-        earlier, records = None, {}
-    else:
+    earlier, records = (None, {}) if restart else journal.read()
+    if earlier is not None:
         head = f"{data.parent}: begun with other input or options; --restart begins anew"
         raise_problems(head, _differences(earlier, identity))
     records = {name: record for name, record in records.items() if _is_intact(data / name, record)}

@@ -55,7 +55,8 @@ class DataFiles:
     def _map(self, key: str, stored: Stored, chunk: Chunk, box: Box) -> Tensor:
         """A box inside a chunk, as a view of a private mapping of just its range of the file."""
         fd = self._open(chunk, key)
-        return map_box(fd, self._locate(key, stored, chunk, fd), relative(box, chunk.box))
+        tensor = self._locate(key, stored, chunk, fd)
+        return map_box(fd, tensor, relative(box, chunk.box), where=f"{self._folder / chunk.file}: {key}")
 
     def _locate(self, key: str, stored: Stored, chunk: Chunk, fd: int) -> StoredTensor:
         if chunk not in self._located:

@@ -32,6 +32,16 @@ def file_states(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
     return {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()}
 
 
+def check_unchanged(where: str, before: Mapping[str, list[int]], now: Mapping[str, list[int]]) -> None:
+    """A source that was written to during its conversion may have given half of each.
+
+    Raises:
+        ConversionError: lists the files.
+    """
+    changed = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+    raise_problems(f"{where}: changed while it was converted; begin anew with --restart", changed)
+
+
 class SourceHashes:
     """Hashes each tensor once, row after row, no further than it has been read.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo_megatron.convert.families import check_same_model
 from gspo_megatron.convert.fp8_io import Fp8Export, fp8_config
 from gspo_megatron.convert.hf_io import COMPANIONS, copy_companions, find_companions, read_config, write_synced
 from gspo_megatron.convert.manifest import (
@@ -28,7 +27,7 @@ from gspo_megatron.convert.manifest import (
     write_manifest,
 )
 from gspo_megatron.convert.mcore_io import McoreCheckpoint
-from gspo_megatron.convert.mcore_layout import COMMON_KEY
+from gspo_megatron.convert.mcore_layout import COMMON_KEY, HF_SUBFOLDER
 from gspo_megatron.convert.ops import Box, ConversionError, TensorMap, check_table, mcore_problems, raise_problems
 from gspo_megatron.convert.safetensors_io import (
     INDEX_NAME,
@@ -38,7 +37,14 @@ from gspo_megatron.convert.safetensors_io import (
     index_json,
     plan_hf_files,
 )
-from gspo_megatron.convert.source import SourceHashes, Specs, file_states, merge_once, num_bytes_of
+from gspo_megatron.convert.source import (
+    SourceHashes,
+    Specs,
+    check_unchanged,
+    file_states,
+    merge_once,
+    num_bytes_of,
+)
 from gspo_megatron.convert.to_mcore import WEIGHT_DTYPES, read_model
 from gspo_megatron.convert.workers import PlannedFile, Record
 
@@ -152,7 +158,8 @@ class ToHf:
             for name in names:
                 op = self._op_of[name]
                 tensor = op.read_hf(name, partial(read_mcore, op.mcore_name))
-                yield name, tensor.to(self.hf[name][0])
+                is_quantised = f"{name}{_SCALE}" in self.target  # from what is stored, rounded once
+                yield name, tensor if is_quantised else tensor.to(self.hf[name][0])
 
         return weights() if self._export is None else self._export.tensors(weights())
 
@@ -167,13 +174,19 @@ class ToHf:
 
     def finish(self, directory: Path, records: Sequence[Record]) -> None:
         """Write index, config and tokenizer, manifest."""
+        now = _source_files(self._checkpoint.folder, self.companions_dir)
+        check_unchanged(str(self.mcore_dir), self.source_files, now)
         target = merge_once(records, "tensors", self.target, "Hugging Face tensors were written")
         names = [op.mcore_name for op in self.table]
         source = merge_once(records, "source", names, f"{self.mcore_dir}: tensors were read")
         if len(self.hf_files) > 1:
             write_synced(directory / INDEX_NAME, index_json(self.hf_files).encode())
-        copy_companions(self.companions_dir, directory, quantization_config=self.quantization_config)
-        self._state_dtype(directory / "config.json")
+        copy_companions(
+            self.companions_dir,
+            directory,
+            quantization_config=self.quantization_config,
+            specs=[(name, *spec) for name, spec in self.hf.items()],
+        )
         done = {f.name: FileRecord(r["bytes"], r["hash"]) for f, r in zip(self.files, records, strict=True)}
         rest = sorted(path.name for path in directory.iterdir() if path.name not in done)
         manifest = Manifest(
@@ -185,17 +198,6 @@ class ToHf:
             options=self.options,
         )
         write_manifest(directory / HF_MANIFEST, manifest)
-
-    def _state_dtype(self, path: Path) -> None:
-        """Let config.json name the dtype that most of the weights have."""
-        config = json.loads(path.read_text())
-        num_bytes: Counter[str] = Counter()
-        for spec in self.hf.values():
-            num_bytes[dtype_name(spec[0])] += num_bytes_of(spec)
-        (dtype, _), *_ = num_bytes.most_common(1)
-        changed = {key: dtype for key in ("dtype", "torch_dtype") if config.get(key, dtype) != dtype}
-        if changed:
-            write_synced(path, (json.dumps(config | changed, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def may_be_padded(checkpoint: McoreCheckpoint) -> bool:
@@ -246,15 +248,18 @@ def plan_to_hf(
         ConversionError: not such a checkpoint; an unknown architecture; config and tensors that disagree.
     """
     checkpoint = McoreCheckpoint(mcore_dir, require_manifest=require_manifest)
-    companions_dir = hf_config_dir or checkpoint.folder / "hf"
+    companions_dir = hf_config_dir or checkpoint.folder / HF_SUBFOLDER
     if not (companions_dir / "config.json").is_file():
         raise ConversionError(
             f"{companions_dir}: has no config.json; name a directory that has the model's with --hf-config"
         )
     companions = find_companions(companions_dir)
+    carried_dir = checkpoint.folder / HF_SUBFOLDER
+    if hf_config_dir is not None and (carried_dir / "config.json").is_file():
+        check_same_model(read_config(hf_config_dir), read_config(carried_dir), carried_dir)
     if hf_config_dir is None and checkpoint.manifest is not None:
-        carried = {name for name in checkpoint.manifest.files if name.startswith("hf/")}
-        carried |= {f"hf/{name}" for name in companions}
+        carried = {name for name in checkpoint.manifest.files if name.startswith(f"{HF_SUBFOLDER}/")}
+        carried |= {f"{HF_SUBFOLDER}/{name}" for name in companions}
         verify_files(checkpoint.folder, checkpoint.manifest, names=sorted(carried))
     family, config = read_model(companions_dir)
     table = family.op_list(config)
@@ -300,7 +305,7 @@ def _scale_dtype(checkpoint: McoreCheckpoint) -> torch.dtype:
 
 
 def _source_files(folder: Path, companions_dir: Path) -> dict[str, list[int]]:
-    place = "hf" if companions_dir == folder / "hf" else "hf_config"
+    place = HF_SUBFOLDER if companions_dir == folder / HF_SUBFOLDER else "hf_config"
     companions = {f"{place}/{name}": state for name, state in file_states(companions_dir, COMPANIONS).items()}
     return file_states(folder, [path.name for path in folder.iterdir()]) | companions
 

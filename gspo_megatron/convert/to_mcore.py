@@ -25,6 +25,7 @@ from gspo_megatron.convert.hf_io import (
     write_synced,
 )
 from gspo_megatron.convert.manifest import (
+    HF_MANIFEST,
     MANIFEST,
     FileRecord,
     Manifest,
@@ -40,6 +41,7 @@ from gspo_megatron.convert.mcore_io import (
     data_file_name,
     write_checkpoint_metadata,
 )
+from gspo_megatron.convert.mcore_layout import HF_SUBFOLDER
 from gspo_megatron.convert.ops import (
     Box,
     ConversionError,
@@ -50,7 +52,14 @@ from gspo_megatron.convert.ops import (
     raise_problems,
 )
 from gspo_megatron.convert.safetensors_io import INDEX_NAME
-from gspo_megatron.convert.source import SourceHashes, Specs, file_states, merge_once, num_bytes_of
+from gspo_megatron.convert.source import (
+    SourceHashes,
+    Specs,
+    check_unchanged,
+    file_states,
+    merge_once,
+    num_bytes_of,
+)
 from gspo_megatron.convert.workers import PlannedFile, Record
 
 MAX_FILE_BYTES = 2**30
@@ -188,16 +197,17 @@ class ToMcore:
 
     def finish(self, directory: Path, records: Sequence[Record]) -> None:
         """Write metadata, config and tokenizer, manifest."""
+        check_unchanged(str(self.hf_dir), self.source_files, file_states(self.hf_dir, self.source_files))
         stored = [name for name in self._reader.stored() if name not in self.hf_copies]
         target = merge_once(records, "tensors", self.target, "Megatron tensors were written")
         source = merge_once(records, "source", stored, f"{self.hf_dir}: tensors were read")
         folder = directory / ITERATION_DIR
         data_files = [DataFile.from_json(record["data_file"]) for record in records]
         names = write_checkpoint_metadata(folder, data_files, common_state())
-        (folder / "hf").mkdir(exist_ok=True)
+        (folder / HF_SUBFOLDER).mkdir(exist_ok=True)
         config = read_config(self.hf_dir)
-        copy_companions(self.hf_dir, folder / "hf", quantization_config=config.get("quantization_config"))
-        names += [f"hf/{path.name}" for path in sorted((folder / "hf").iterdir())]
+        copy_companions(self.hf_dir, folder / HF_SUBFOLDER, quantization_config=config.get("quantization_config"))
+        names += [f"{HF_SUBFOLDER}/{path.name}" for path in sorted((folder / HF_SUBFOLDER).iterdir())]
         manifest = Manifest(
             kind="mcore",
             tensors=target,
@@ -280,6 +290,7 @@ def plan_to_mcore(
     hf = {name: found[name] for op in table for name in op.hf_shapes}
     check_weight_dtypes(hf, str(hf_dir))
     dtypes = target_dtypes(table, hf, dtype)
+    notes += _left_behind(hf_dir)
     source_names = [path.name for path in hf_dir.glob("*.safetensors")]
     return ToMcore(
         hf_dir=hf_dir.absolute(),
@@ -293,6 +304,14 @@ def plan_to_mcore(
         dequantised=dequantised,
         notes=tuple(notes),
     )
+
+
+def _left_behind(hf_dir: Path) -> list[str]:
+    """A word about what else a directory holds."""
+    carried = {*COMPANIONS, INDEX_NAME, HF_MANIFEST}
+    others = [p.name for p in sorted(hf_dir.iterdir()) if p.name not in carried and p.suffix != ".safetensors"]
+    others = [name for name in others if not name.startswith(".")]
+    return [f"{hf_dir}: not carried along: {', '.join(others)}"] if others else []
 
 
 def _stated_dtype(config: Mapping[str, Any], hf_dir: Path) -> torch.dtype:

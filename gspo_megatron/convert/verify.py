@@ -28,11 +28,17 @@ Progress = Callable[[int], None]
 """Gets the bytes that were read since its last call."""
 
 
+_OF_FILES = ("dtype", "torch_dtype", "quantization_config")
+"""Keys of config.json that say how weights are stored, and may change in a conversion."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verified:
     """What was found equal."""
 
     num_tensors: int
+    num_rounded: int
+    """Of another dtype on the two sides, as --dtype asked or FP8 needs; equal once the one is converted."""
     num_parameters: int
     num_files: int
     num_bytes: int
@@ -77,8 +83,11 @@ def verify(hf_dir: Path, mcore_dir: Path, *, progress: Progress) -> Verified:
     checkpoint = McoreCheckpoint(mcore_dir, verify=False)  # at once, in the next line
     manifest = checkpoint.manifest
     assert manifest is not None  # it is required
+    _check_listed(checkpoint.folder, manifest)
     verify_files(checkpoint.folder, manifest, progress=progress)
-    verify_files(hf_dir, _hf_manifest(hf_dir), progress=progress)
+    _ = checkpoint.common  # a pickle: plain values, or refused
+    exported = _hf_manifest(hf_dir)
+    verify_files(hf_dir, exported, progress=progress)
     _, hf_config = read_model(hf_dir)
     reader = TensorReader(hf_dir, dtype=torch.float32)  # of FP8; the checkpoint's dtype is a rounding of it
     table = table_for(hf_config, reader.shapes())
@@ -89,9 +98,12 @@ def verify(hf_dir: Path, mcore_dir: Path, *, progress: Progress) -> Verified:
     raise_problems(f"{checkpoint.folder}: neither tensors nor known state", checkpoint.unknown_names)
     _check_companions(hf_dir, checkpoint.folder / HF_SUBFOLDER)
     _check_hashes(checkpoint, manifest, progress)
-    raise_problems(f"{checkpoint.folder} and {hf_dir} differ", _differences(table, reader, checkpoint, progress))
+    num_rounded, problems = _differences(table, reader, checkpoint, exported, progress)
+    hint = "; an --fp8 export of weights that were not FP8 before is rounded" if exported.options.get("fp8") else ""
+    raise_problems(f"{checkpoint.folder} and {hf_dir} differ{hint}", problems)
     return Verified(
         num_tensors=len(reader.shapes()),
+        num_rounded=num_rounded,
         num_parameters=sum(prod(shape) for shape in reader.shapes().values()),
         num_files=len(manifest.files),
         num_bytes=sum(record.num_bytes for record in manifest.files.values()),
@@ -111,23 +123,45 @@ def _check_hashes(checkpoint: McoreCheckpoint, manifest: Manifest, progress: Pro
     raise_problems(f"{checkpoint.folder}: tensors do not have the hash of {MANIFEST}", wrong)
 
 
+def _check_listed(folder: Path, manifest: Manifest) -> None:
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+    unknown = sorted(names - manifest.files.keys() - {MANIFEST})
+    raise_problems(f"{folder}: holds files that {MANIFEST} does not list", unknown)
+
+
 def _differences(
-    table: Sequence[TensorMap], reader: TensorReader, checkpoint: McoreCheckpoint, progress: Progress
-) -> list[str]:
-    problems = []
+    table: Sequence[TensorMap],
+    reader: TensorReader,
+    checkpoint: McoreCheckpoint,
+    exported: Manifest,
+    progress: Progress,
+) -> tuple[int, list[str]]:
+    """(tensors equal but for an asked change of dtype, problems)."""
+    assert checkpoint.manifest is not None
+    is_mcore_converted, is_hf_converted = (m.options.get("dtype") for m in (checkpoint.manifest, exported))
+    num_rounded, problems = 0, []
     for op in table:
         for hf_name in op.hf_shapes:
             want = reader.read(hf_name)
-            found = op.read_hf(hf_name, partial(checkpoint.read_box, op.mcore_name))
-            problems += _difference(f"{hf_name} (in {op.mcore_name})", want, found)
             progress(want.nbytes)
-    return problems
+            found = op.read_hf(hf_name, partial(checkpoint.read_box, op.mcore_name))
+            name = f"{hf_name} (in {op.mcore_name})"
+            if want.dtype != found.dtype:
+                num_rounded += 1
+                if is_hf_converted:
+                    found = found.to(want.dtype)
+                elif is_mcore_converted or reader.scale_name(hf_name) is not None:
+                    want = want.to(found.dtype)
+                else:
+                    problems.append(f"{name}: {want.dtype} in Hugging Face, {found.dtype} in Megatron, unasked")
+                    continue
+            problems += _difference(name, want, found)
+    return num_rounded, problems
 
 
 def _difference(name: str, want: Tensor, found: Tensor) -> list[str]:
-    """A checkpoint of another dtype must be the rounding of the source, which conversion with --dtype makes."""
-    want = want.to(found.dtype).contiguous()
-    bits, found_bits = want.view(torch.uint8), found.contiguous().view(torch.uint8)  # bits: NaN is equal to itself
+    want, found = want.contiguous(), found.contiguous()
+    bits, found_bits = want.view(torch.uint8), found.view(torch.uint8)  # bits: NaN is equal to itself
     if torch.equal(bits, found_bits):
         return []
     different = (bits != found_bits).view(*want.shape, want.element_size()).any(-1)
@@ -148,4 +182,7 @@ def _check_companions(hf_dir: Path, carried: Path) -> None:
             if (hf_dir / name).read_bytes() != (carried / name).read_bytes():
                 problems.append(f"{name}: contents differ")
     raise_problems(f"{carried}: does not carry the files of {hf_dir}", problems)
-    check_same_model(read_config(hf_dir), read_config(carried), carried)
+    ours, theirs = ({k: v for k, v in read_config(d).items() if k not in _OF_FILES} for d in (hf_dir, carried))
+    check_same_model(ours, theirs, carried)
+    different = [f"config.json: {k}" for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k)]
+    raise_problems(f"{carried} and {hf_dir} say different things", different)

@@ -48,7 +48,7 @@ class PlannedFile:
 
 
 class Conversion(Protocol):
-    """What a job carries out. Picklable; a file's bytes depend on nothing but the conversion and the file's index."""
+    """What a job carries out. A file's bytes depend on nothing but the conversion and the file's index."""
 
     @property
     def files(self) -> Sequence[PlannedFile]:

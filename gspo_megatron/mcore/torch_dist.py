@@ -57,6 +57,7 @@ def read_weights(policy: Policy, path: Path) -> None:
     def check() -> str:
         with McoreCheckpoint(path, verify=False) as checkpoint:
             _check_fit(checkpoint, policy.ops)
+            _ = checkpoint.common  # upstream unpickles it too, and without restriction
             assert checkpoint.manifest is not None  # it is required
             verify_files(checkpoint.folder, checkpoint.manifest, names=_share(checkpoint.manifest, rank, world_size))
             return str(checkpoint.folder)

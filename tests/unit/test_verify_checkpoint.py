@@ -265,8 +265,11 @@ def test_config_and_tokenizer_are_part_of_the_checkpoint(tmp_path: Path) -> None
     other = write_hf(tmp_path / "other", config | {"norm_topk_prob": False}, tensors)
     status, _, stderr = run_tool(other, mcore_dir)
     assert status == 2 and "describes another model" in stderr and "moe_router_pre_softmax" in stderr
-    same = write_hf(tmp_path / "same", config | {"use_cache": False, "bos_token_id": 3}, tensors)
-    assert run_tool(same, mcore_dir)[0] == 0, "keys that are not the model's"
+    stops_elsewhere = write_hf(tmp_path / "stops", config | {"eos_token_id": 3}, tensors)
+    status, _, stderr = run_tool(stops_elsewhere, mcore_dir)
+    assert status == 2 and "config.json: eos_token_id" in stderr
+    same = write_hf(tmp_path / "same", config | {"dtype": "bfloat16"}, tensors)
+    assert run_tool(same, mcore_dir)[0] == 0, "what files are made of may change"
     (same / "tokenizer_config.json").write_text("{}")
     status, _, stderr = run_tool(same, mcore_dir)
     assert status == 2 and "tokenizer_config.json: contents differ" in stderr
