@@ -140,7 +140,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds the model directory; the ranks write beside it."""
     folder = tmp_path_factory.mktemp("live")
     shutil.copytree(HF_DIR, folder / "model")
-    config = read_config(HF_DIR) | {"vocab_size": VOCAB}
+    config = read_config(HF_DIR) | {"vocab_size": VOCAB, "dtype": "bfloat16"}
     (folder / "model" / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -190,6 +190,7 @@ def test_export_is_the_weights(written: list[dict[str, Any]], folder: Path, want
     reader = TensorReader(folder / "hf")
     assert_bitwise({name: reader.read(name) for name in reader.shapes()}, want)
     assert read_config(folder / "hf")["vocab_size"] == VOCAB
+    assert read_config(folder / "hf")["dtype"] == "float32", "of the weights; the model's config.json says bfloat16"
 
 
 def test_checkpoint_has_the_names_of_transformer_engine(written: Any, folder: Path) -> None:

@@ -4,6 +4,7 @@ The vocabulary is odd, so that tensor parallelism pads it.
 """
 
 import json
+import os
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -87,6 +88,7 @@ def on_layout(rank: int, folder: Path, name: str) -> dict[str, Any]:
         "read_weights_differs": differing(lambda: read_weights(policy, folder / "ours")),
         "damaged": raised(read_weights, policy, folder / "damaged"),
         "surplus": raised(read_weights, policy, folder / "surplus"),
+        "evil": raised(read_weights, policy, folder / "evil"),
         "common": dist_checkpointing.load_common_state_dict(ours),
         "content_metadata": dist_checkpointing.load_content_metadata(ours),
         "live_metadata": {k: v for k, v in checkpoint_metadata().items() if k != "dp_cp_group"},
@@ -116,7 +118,17 @@ def on_layout(rank: int, folder: Path, name: str) -> dict[str, Any]:
     return results
 
 
-def write_ours(folder: Path, tensors: dict[str, Tensor]) -> None:
+class Evil:
+    """A pickle that leaves a file where it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def write_ours(folder: Path, tensors: dict[str, Tensor], **more_common: Any) -> None:
     """Convert the weights into two data files."""
     folder.mkdir(parents=True)
     done = []
@@ -126,7 +138,7 @@ def write_ours(folder: Path, tensors: dict[str, Tensor]) -> None:
                 t = tensors[name]
                 writer.write_tensor(name, tuple(t.shape), t.dtype, lambda box, t=t: t[slices(box)])
         done.append(writer.result)
-    write_checkpoint_metadata(folder, done, common_state(iteration=3))
+    write_checkpoint_metadata(folder, done, common_state(iteration=3) | more_common)
     files = {path.name: hash_file(path) for path in folder.iterdir()}
     write_manifest(folder / "manifest.json", Manifest(kind="mcore", files=files))
 
@@ -161,6 +173,7 @@ def written(folder: Path, want: dict[str, Tensor]) -> None:
     data = bytearray(largest_file(folder / "damaged").read_bytes())
     data[len(data) // 2] ^= 1
     largest_file(folder / "damaged").write_bytes(data)
+    write_ours(folder / "evil", want, args=Evil(folder / "executed"))
     write_ours(folder / "surplus", want | {"decoder.layers.4.mlp.router.weight": torch.zeros(8, 96)})
 
 
@@ -168,6 +181,13 @@ def written(folder: Path, want: dict[str, Tensor]) -> None:
 def layout(request: pytest.FixtureRequest, folder: Path, written: None) -> tuple[str, list[dict[str, Any]]]:
     world_size = 1 if request.param == "tp1" else 2
     return request.param, spawn(on_layout, world_size, folder, request.param, timeout_s=120)
+
+
+def test_common_state_that_would_run_code_is_refused_and_does_not(
+    layout: tuple[str, list[dict[str, Any]]], folder: Path
+) -> None:
+    assert any("ConversionError" in results["evil"] and "mkdir" in results["evil"] for results in layout[1])
+    assert not (folder / "executed").exists()
 
 
 def test_upstreams_strict_loader_fills_the_model_bitwise(layout: tuple[str, list[dict[str, Any]]]) -> None:

@@ -1,6 +1,7 @@
 """Both directions through files, for every family; the plans carried out in this process."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from gspo_megatron.convert.mcore_io import (
 from gspo_megatron.convert.ops import ConversionError, slices
 from gspo_megatron.convert.to_hf import plan_to_hf
 from gspo_megatron.convert.to_mcore import plan_to_mcore
+from gspo_megatron.quantize import quantize_blockwise
 from tests.models import TINY_CONFIGS
 from tests.unit.conversion import load, make_hf_dir, same_bits, save
 
@@ -162,3 +164,43 @@ def test_checkpoint_that_does_not_fit_config_is_refused(tmp_path, change, messag
     write_as_megatron_lm(tmp_path / "b", tmp_path / "m", change)
     with pytest.raises(ConversionError, match=message):
         plan_to_hf(tmp_path / "m", hf_config_dir=tmp_path / "a", require_manifest=False)
+
+
+def test_fp8_export_quantises_what_is_stored_and_rounds_the_rest(tmp_path):
+    tensors = make_hf_dir(tmp_path / "a", num_hidden_layers=1)
+    convert(tmp_path / "a", tmp_path / "b")
+    carry_out(plan_to_hf(tmp_path / "b", fp8=True, dtype=torch.bfloat16), tmp_path / "c")
+    found = load(tmp_path / "c")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    payload, scale_inv = quantize_blockwise(tensors[name])
+    assert torch.equal(found[name].view(torch.uint8), payload.view(torch.uint8))
+    assert torch.equal(found[f"{name}_scale_inv"], scale_inv)
+    rounded = quantize_blockwise(tensors[name].bfloat16())[1]
+    assert not torch.equal(scale_inv, rounded), "this weight tells the two orders apart"
+    assert torch.equal(found["lm_head.weight"], tensors["lm_head.weight"].bfloat16())
+
+
+def test_source_that_changes_during_its_conversion_is_refused(tmp_path):
+    make_hf_dir(tmp_path / "a", num_hidden_layers=1)
+    convert(tmp_path / "a", tmp_path / "b")
+    for plan, file in (
+        (plan_to_mcore(tmp_path / "a"), next((tmp_path / "a").glob("*.safetensors"))),
+        (plan_to_hf(tmp_path / "b"), next((tmp_path / "b").rglob("*.distcp"))),
+    ):
+        os.utime(file, ns=(1, 1))
+        with pytest.raises(ConversionError, match=rf"changed while it was converted.*\n  {file.name}"):
+            carry_out(plan, tmp_path / f"out_{file.suffix}")
+
+
+def test_config_of_another_model_is_refused_beside_the_carried_one(tmp_path):
+    make_hf_dir(tmp_path / "a", num_hidden_layers=1)
+    convert(tmp_path / "a", tmp_path / "b")
+    make_hf_dir(tmp_path / "other", num_hidden_layers=1, norm_topk_prob=False)
+    with pytest.raises(ConversionError, match="moe_router_pre_softmax"):
+        plan_to_hf(tmp_path / "b", hf_config_dir=tmp_path / "other")
+
+
+def test_what_is_not_carried_along_is_named(tmp_path):
+    make_hf_dir(tmp_path / "a", num_hidden_layers=1)
+    (tmp_path / "a" / "spiece.model").touch()
+    assert any("not carried along: spiece.model" in note for note in plan_to_mcore(tmp_path / "a").notes)

@@ -332,3 +332,24 @@ def test_errors_of_the_system_are_no_tracebacks(tmp_path: Path) -> None:
     for arguments in ((tmp_path / "none", tmp_path), (tmp_path, tmp_path / "none"), (tmp_path, tmp_path)):
         status, stdout, stderr = run_tool(*arguments)
         assert (status, stdout) == (2, "") and stderr.startswith("error: ") and "Traceback" not in stderr
+
+
+def test_another_dtype_is_equal_where_it_was_asked_for_and_nowhere_else(tmp_path: Path) -> None:
+    config = MODELS["qwen3_moe"]
+    hf_dir = write_hf(tmp_path / "hf", config, random_model(config))
+    rounded = convert(hf_dir, tmp_path / "rounded", dtype=torch.bfloat16)
+    status, stdout, _ = run_tool(hf_dir, rounded)
+    assert status == 0 and "of them in another dtype, as was asked" in stdout
+    manifest = json.loads((rounded / "iter_0000000" / "manifest.json").read_text())
+    manifest["options"]["dtype"] = None
+    (rounded / "iter_0000000" / "manifest.json").write_text(json.dumps(manifest))
+    status, _, stderr = run_tool(hf_dir, rounded)
+    assert status == 2 and "torch.float32 in Hugging Face, torch.bfloat16 in Megatron, unasked" in stderr
+
+
+def test_file_that_the_manifest_does_not_list_is_found(model: tuple[Path, Path], tmp_path: Path) -> None:
+    hf_dir, mcore_dir = model
+    copy = Path(shutil.copytree(mcore_dir, tmp_path / "copy"))
+    next(copy.rglob("metadata.json")).with_name("__9_0.distcp").touch()
+    status, _, stderr = run_tool(hf_dir, copy)
+    assert status == 2 and "does not list" in stderr and "__9_0.distcp" in stderr
