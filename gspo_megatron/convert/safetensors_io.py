@@ -74,7 +74,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise ConversionError(f"{path}: corrupt header: {error}") from error
     if not isinstance(header, dict):
         raise ConversionError(f"{path}: corrupt header: holds a {type(header).__name__}, wants an object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ConversionError(f"{path}: corrupt header: __metadata__ is {metadata!r:.80}, wants names with texts")
     spans = {name: _span(entry, f"{path}: {name}") for name, entry in header.items()}
     _check_spans(path, spans, file_bytes - 8 - header_bytes)
     return {

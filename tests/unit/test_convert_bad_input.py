@@ -214,7 +214,11 @@ HF: dict[str, tuple[Damage, list[str]]] = {
         header(lambda h: h.update(z={"dtype": "U8", "shape": [10**20], "data_offsets": [0, 10**20]})),
         ["z: ends at byte 1"],
     ),
-    "metadata is no object": (header(lambda h: h.update(__metadata__=3)), ["hf: .*invalid JSON in header"]),
+    "metadata is no object": (header(lambda h: h.update(__metadata__=3)), ["corrupt header: __metadata__ is 3"]),
+    "metadata is no text": (
+        header(lambda h: h.update(__metadata__={"a": 3})),
+        ["corrupt header: __metadata__ is {'a': 3}"],
+    ),
     "name that steers a terminal": (
         header(lambda h: h.update({"\x1b[31m\u202e": EMPTY})),
         [r"has \\x1b\[31m\\u202e, "],
@@ -546,7 +550,7 @@ def test_without_manifest_the_same_is_refused(case: str, good: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(("damage", "message"), [
-    (inside(DATA, flip), f"{DATA}: has xxh3_128 .*, the manifest says"),
+    (inside(DATA, flip), rf"hash of the manifest.*\n  .*, in {DATA}"),
     (manifest(lambda m: m["tensors"][OUT].update(hash="0" * 32)), rf"hash of the manifest.*\n  {OUT}, in {DATA}"),
 ])  # fmt: skip
 def test_bad_bits_are_found_while_they_are_read(damage: Damage, message: str, good: Path, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from gspo_megatron.convert.hf_io import read_config, write_hf_dir
 from gspo_megatron.convert.manifest import HF_MANIFEST, MANIFEST, read_manifest
 from gspo_megatron.convert.mcore_layout import resolve_folder
 from gspo_megatron.convert.safetensors_io import TensorSpec
+from gspo_megatron.convert.source import num_bytes_of
 from gspo_megatron.progress import format_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -62,45 +63,20 @@ WAYS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """A command."""
-
-    seconds: float
-    peak_anon_bytes: int
-    last_line: str
-    """Of its output."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One conversion beside cp."""
+    """Conversions and copies of the same source."""
 
     num_layers: int
     way: str
     num_bytes: int
-    runs: tuple[Run, ...]
+    runs_s: tuple[float, ...]
     copies_s: tuple[float, ...]
-    anon_limit_bytes: int
+    peak_anon_bytes: int
 
     @property
     def speed(self) -> float:
         """Of cp's."""
-        return self.copy_s / self.seconds
-
-    @property
-    def seconds(self) -> float:
-        """Median."""
-        return statistics.median(run.seconds for run in self.runs)
-
-    @property
-    def copy_s(self) -> float:
-        """Median."""
-        return statistics.median(self.copies_s)
-
-    @property
-    def peak_anon_bytes(self) -> int:
-        """Largest."""
-        return max(run.peak_anon_bytes for run in self.runs)
+        return statistics.median(self.copies_s) / statistics.median(self.runs_s)
 
 
 def tensor_specs(num_layers: int) -> tuple[dict[str, Any], list[TensorSpec]]:
@@ -126,49 +102,38 @@ def make_source(hf_dir: Path, num_layers: int) -> None:
         write_hf_dir(hf_dir, specs, tensors(), companions_from=Path(folder))
 
 
-def tree_anon_bytes(tree: Sequence[psutil.Process]) -> int:
-    """Sum of RssAnon; of those that have ended, 0."""
-    num_kib = 0
-    for process in tree:
-        try:
-            status = Path(f"/proc/{process.pid}/status").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        num_kib += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:"))
-    return num_kib * 1024
+def anon_bytes(pid: int) -> int:
+    """RssAnon; 0 of a process that has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return 1024 * sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:"))
 
 
-def measure(command: Sequence[str | Path], *, data_limit_bytes: int = resource.RLIM_INFINITY) -> Run:
-    """Run a command to its end; ends this program if it fails."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    start_s = children_s = time.perf_counter()
+def measure(command: Sequence[str | Path], data_limit_bytes: int) -> tuple[float, int, str]:
+    """Run a command to its end: its seconds, its peak of RssAnon, its output. Ends this program if it fails."""
+    limits = (data_limit_bytes, data_limit_bytes)
     with tempfile.TemporaryFile("w+") as output:
+        start_s = looked_s = time.perf_counter()
         process = psutil.Popen(
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (data_limit_bytes, data_limit_bytes)),
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, limits),
         )
-        tree: list[psutil.Process] = [process]
-        peak_bytes = 0
+        children, peak_bytes = [], 0
         while process.poll() is None:
-            peak_bytes = max(peak_bytes, tree_anon_bytes(tree))
-            if time.perf_counter() > children_s + CHILDREN_S:
-                children_s = time.perf_counter()
-                tree = [process, *process.children(recursive=True)]
+            peak_bytes = max(peak_bytes, sum(anon_bytes(p.pid) for p in [process, *children]))
+            if time.perf_counter() > looked_s + CHILDREN_S:
+                looked_s, children = time.perf_counter(), process.children(recursive=True)
             time.sleep(SAMPLE_S)
         seconds = time.perf_counter() - start_s
-        if process.returncode:
-            output.seek(0)
-            sys.exit(f"{' '.join(map(str, command))}: status {process.returncode}\n{output.read()[-4000:]}")
         output.seek(0)
-        return Run(seconds=seconds, peak_anon_bytes=peak_bytes, last_line=output.read().splitlines()[-1])
-
-
-def folder_bytes(folder: Path) -> int:
-    """Of all files."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        text = output.read()
+    if process.returncode:
+        sys.exit(f"{' '.join(map(str, command))}: status {process.returncode}\n{text[-4000:]}")
+    return seconds, peak_bytes, text
 
 
 def settle(source: Path) -> None:
@@ -205,34 +170,29 @@ def beside_copy(num_layers: int, way: str, source: Path, target: Path) -> Row:
     command = [sys.executable, ROOT / "tools" / tool, options[0], source, options[1], target]
     copies_s, runs = [copy(source)], []
     for _ in range(REPEATS):
-        if target.exists():
-            shutil.rmtree(target)
+        shutil.rmtree(target, ignore_errors=True)
         settle(source)
-        runs.append(measure(command, data_limit_bytes=DATA_LIMIT_BYTES))
+        runs.append(measure(command, DATA_LIMIT_BYTES))
         copies_s.append(copy(source))
-    largest_bytes = max(dtype.itemsize * prod(shape) for _, dtype, shape in tensor_specs(num_layers)[1])
     return Row(
         num_layers=num_layers,
         way=way,
-        num_bytes=folder_bytes(source),
-        runs=tuple(runs),
+        num_bytes=sum(path.stat().st_size for path in source.rglob("*") if path.is_file()),
+        runs_s=tuple(seconds for seconds, _, _ in runs),
         copies_s=tuple(copies_s),
-        anon_limit_bytes=ANON_LIMIT_BYTES + largest_bytes,
+        peak_anon_bytes=max(peak_bytes for _, peak_bytes, _ in runs),
     )
 
 
 def peer(hf_dir: Path, peer_path: Path) -> str:
-    """What mbridge needs."""
+    """What mbridge needs for the same files."""
     out_dir = hf_dir.with_name("peer")
     settle(hf_dir)
     options = ["--hf-dir", hf_dir, "--out-dir", out_dir, "--peer-path", peer_path]
-    run = measure([sys.executable, Path(__file__).with_name("mbridge_convert.py"), *options])
+    script = Path(__file__).with_name("mbridge_convert.py")
+    seconds, peak_bytes, text = measure([sys.executable, script, *options], resource.RLIM_INFINITY)
     shutil.rmtree(out_dir)
-    times = json.loads(run.last_line)
-    return (
-        f"into a model in memory {times['load_s']:.1f} s, out of it (no fsync) {times['save_s']:.1f} s, "
-        f"whole command {run.seconds:.1f} s, RssAnon {run.peak_anon_bytes / GIB:.2f} GiB"
-    )
+    return f"{text.splitlines()[-1]}; the whole command {seconds:.1f} s, RssAnon {peak_bytes / GIB:.2f} GiB"
 
 
 def convert_both_ways(folder: Path, num_layers: int, peer_path: Path | None, console: Console) -> list[Row]:
@@ -260,38 +220,32 @@ def convert_both_ways(folder: Path, num_layers: int, peer_path: Path | None, con
 
 def check_disk(folder: Path, num_layers: int) -> None:
     """End with a message where three copies of the model do not fit."""
-    needed = 3 * sum(dtype.itemsize * prod(shape) for _, dtype, shape in tensor_specs(num_layers)[1]) + GIB
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        sys.exit(
-            f"{folder}: {num_layers} layers need {format_bytes(needed)} of disk space, {format_bytes(free)} are free; "
-            "give --layers or --work-dir"
-        )
+    needed = 3 * sum(num_bytes_of(spec) for _, *spec in tensor_specs(num_layers)[1]) + GIB
+    if needed > (free := shutil.disk_usage(folder).free):
+        have = f"{format_bytes(needed)} of disk space, {format_bytes(free)} are free"
+        sys.exit(f"{folder}: {num_layers} layers need {have}; give --layers or --work-dir")
 
 
 def report(rows: Sequence[Row], console: Console) -> bool:
     """Print the table; whether the limits are kept."""
+    anon_limit_bytes = ANON_LIMIT_BYTES + max(num_bytes_of(spec) for _, *spec in tensor_specs(1)[1])
     table = Table(
-        *("layers", "way", "GB", "seconds", "GB/s", "cp: seconds", "GB/s", "to cp", "RssAnon, GiB", "limit"),
-        title=f"Qwen3-30B-A3B, bfloat16, one worker; limit: {SPEED_LIMIT} of cp's speed",
+        *("layers", "way", "GB", "seconds", "GB/s", "cp: seconds", "GB/s", "to cp", "RssAnon, GiB"),
+        title=f"limits: {SPEED_LIMIT} of cp's speed, {anon_limit_bytes / GIB:.2f} GiB",
     )
     for row in rows:
-        gb = row.num_bytes / 1e9
-        table.add_row(
-            *(str(row.num_layers), row.way, f"{gb:.1f}"),
-            *(" ".join(f"{run.seconds:.1f}" for run in row.runs), f"{gb / row.seconds:.2f}"),
-            *(" ".join(f"{s:.1f}" for s in row.copies_s), f"{gb / row.copy_s:.2f}", f"{row.speed:.2f}"),
-            *(f"{row.peak_anon_bytes / GIB:.2f}", f"{row.anon_limit_bytes / GIB:.2f}"),
-        )
+        cells = [str(row.num_layers), row.way, f"{row.num_bytes / 1e9:.1f}"]
+        for times_s in (row.runs_s, row.copies_s):
+            rate = row.num_bytes / 1e9 / statistics.median(times_s)
+            cells += [" ".join(f"{s:.1f}" for s in times_s), f"{rate:.2f}"]
+        table.add_row(*cells, f"{row.speed:.2f}", f"{row.peak_anon_bytes / GIB:.2f}")
     console.print(table)
-    largest = max(r.num_layers for r in rows)
-    kept = all(r.speed >= SPEED_LIMIT for r in rows if r.num_layers == largest)
-    kept = kept and all(r.peak_anon_bytes <= r.anon_limit_bytes for r in rows)
-    for way in dict.fromkeys(r.way for r in rows):
+    largest = max(row.num_layers for row in rows)
+    kept = all(row.speed >= SPEED_LIMIT for row in rows if row.num_layers == largest)
+    for way in WAYS:
         peaks = [r.peak_anon_bytes for r in sorted(rows, key=lambda r: r.num_layers) if r.way == way]
-        growth = peaks[-1] / peaks[0]
-        console.print(f"{way}: memory of the largest is {growth:.2f}x that of the smallest, limit {GROWTH_LIMIT}x")
-        kept = kept and growth <= GROWTH_LIMIT
+        console.print(f"{way}: memory {peaks[-1] / peaks[0]:.2f}x from smallest to largest, limit {GROWTH_LIMIT}x")
+        kept = kept and peaks[-1] <= GROWTH_LIMIT * peaks[0] and max(peaks) <= anon_limit_bytes
     return kept
 
 
