@@ -1,13 +1,14 @@
 """Memory and speed of the converter on the true shape of Qwen3-30B-A3B, beside cp.
 
-For each number of layers: a Hugging Face directory of random bfloat16 weights is converted to Megatron and back by the
-two command lines, with one worker. Memory is RssAnon, summed over the process tree and sampled; it must not grow with
-the number of layers. Time is taken in turn with cp, with fsync, of the same source, and medians are compared. The limit
-is for the largest size, and for the seconds that the command itself states: all but the start of Python and the plan,
-which take 3 s whatever the size, a quarter of the whole at 8 layers and a twentieth at 48. Before every timed command
-the page cache is filled, since a virtual machine is slow to get its first memory from the host, and then the source is
-read, so that it is there. The commands run under RLIMIT_DATA, which bounds each process's heap and private mappings, but
-not the page cache. With --peer-path, mbridge does the first size, too (mbridge_convert.py).
+For each number of layers: a Hugging Face directory of random bfloat16 weights is converted to Megatron and back by
+the two command lines, with one worker. Memory is RssAnon, summed over the process tree and sampled; it must not grow
+with the number of layers. Time is taken in turn with cp, with fsync, of the same source, and medians are compared.
+The limit is for the largest size, and for the seconds that the command itself states: all but the start of Python
+and the plan, which take 3 s whatever the size, a quarter of the whole at 8 layers and a twentieth at 48. Before
+every timed command the page cache is filled, since a virtual machine is slow to get its first memory from the host,
+and then the source is read, so that it is there. The commands run under RLIMIT_DATA, which bounds each process's
+heap and private mappings, but not the page cache. With --peer-path, mbridge does the first size, too
+(mbridge_convert.py).
 
 Exit status 1 if a limit is broken or the weights that come back are not those that went in.
 """
