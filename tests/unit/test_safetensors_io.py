@@ -7,6 +7,7 @@ import signal
 import struct
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -147,20 +148,25 @@ def test_error_inside_is_not_hidden_by_what_is_missing(tmp_path: Path) -> None:
         raise RuntimeError("the source broke")
 
 
-@pytest.fixture
-def files_of_at_most_1000_bytes() -> Iterator[None]:
-    """As a full disk: the kernel cuts the write that passes the limit short, and refuses the next."""
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """As a full disk: the kernel cuts the write that passes the limit short, and refuses the next.
+
+    Not a fixture: pytest would report the test under the limit, which its output may be above.
+    """
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_full_disk_names_file_tensor_and_need(tmp_path: Path, files_of_at_most_1000_bytes: None) -> None:
+def test_full_disk_names_file_tensor_and_need(tmp_path: Path) -> None:
     (file,) = plan_hf_files([("a", torch.float32, (100,)), ("b", torch.float32, (200,))])
     with pytest.raises(ConversionError, match=rf"x: b: File too large; the file needs {file.total_bytes} bytes"):
-        with SafetensorsWriter(tmp_path / "x", file) as writer:
+        with files_of_at_most(1000), SafetensorsWriter(tmp_path / "x", file) as writer:
             writer.write("a", torch.zeros(100))
             writer.write("b", torch.zeros(200))
 
