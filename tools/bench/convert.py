@@ -271,7 +271,7 @@ def main() -> int:
     parser.add_argument("--work-dir", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR")
     parser.add_argument("--peer-path", type=Path, metavar="DIR", help="folder that has mbridge 0.15.1")
     args = parser.parse_args()
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     check_disk(args.work_dir, max(args.layers))
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=args.work_dir, prefix="convert-") as folder:
