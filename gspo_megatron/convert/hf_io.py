@@ -274,9 +274,9 @@ def write_hf_dir(
             quantization_config=quantization_config,
             specs=None if quantization_config else specs,
         )
-        sync_dir(partial)
+        sync_path(partial)
         partial.rename(out_dir)
-        sync_dir(out_dir.parent)
+        sync_path(out_dir.parent)
     except OSError as error:
         raise ConversionError(f"{error.filename or partial}: {error.strerror}") from error
     finally:
@@ -346,8 +346,8 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def sync_dir(path: Path) -> None:
-    """Put a directory's entries on the disk."""
+def sync_path(path: Path) -> None:
+    """Put a file's content, or a directory's entries, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

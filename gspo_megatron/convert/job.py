@@ -23,6 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
+from gspo_megatron.convert.hf_io import sync_path
 from gspo_megatron.convert.manifest import hash_file
 from gspo_megatron.convert.ops import ConversionError, raise_problems
 from gspo_megatron.convert.workers import Conversion, Finished, JobError, Record, Workers, anon_bytes
@@ -258,11 +259,11 @@ def _finish(conversion: Conversion, target: Path, records: list[Record]) -> None
         conversion.finish(data, records)
         for path in data.rglob("*"):
             if path not in done:
-                _sync(path)
-        _sync(data)
+                sync_path(path)
+        sync_path(data)
         data.rename(target)
-        _sync(partial)
-        _sync(target.parent)
+        sync_path(partial)
+        sync_path(target.parent)
     except OSError as error:
         raise JobError(f"{error.filename or data}: {error.strerror or error}") from error
     except ConversionError as error:
@@ -272,11 +273,3 @@ def _finish(conversion: Conversion, target: Path, records: list[Record]) -> None
     (partial / "journal.jsonl").unlink()
     with suppress(OSError):  # one that came too late may have put its own there
         partial.rmdir()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_megatron.convert.families import family_of
+from gspo_megatron.convert.families import family_of, table_for
 from gspo_megatron.convert.family import Family
 from gspo_megatron.convert.hf_io import (
     COMPANIONS,
@@ -47,7 +47,6 @@ from gspo_megatron.convert.ops import (
     ConversionError,
     TensorMap,
     check_names_and_shapes,
-    check_table,
     extent,
     raise_problems,
 )
@@ -265,26 +264,24 @@ def plan_to_mcore(
     Raises:
         ConversionError: an unknown architecture; files that are damaged; config and weights that disagree.
     """
-    family, config = read_model(hf_dir)
+    _, config = read_model(hf_dir)
     notes = []
     if not any(name.startswith(("tokenizer", "vocab")) for name in find_companions(hf_dir)):
         notes.append(f"{hf_dir}: has no tokenizer; the checkpoint will have none to give back")
     dequantised = dtype or torch.bfloat16
     if dry_run and not has_weights(hf_dir):
-        table = family.op_list(config)
+        table = table_for(config, ())
         stated = _stated_dtype(config, hf_dir)
         found: Specs = {name: (stated, shape) for op in table for name, shape in op.hf_shapes.items()}
         notes.append(f"{hf_dir}: has no weights; these are the tensors that config.json wants")
     else:
         reader = TensorReader(hf_dir, dtype=dequantised)
         found = reader.tensors()
-        fused_experts = any(name.endswith(".experts.gate_up_proj") for name in found)
-        table = family.op_list(config, fused_experts=fused_experts)
+        table = table_for(config, found)
         check_names_and_shapes(table, reader.shapes(), str(hf_dir), read_hf=reader.read_box)
         num_fp8 = sum(reader.scale_name(name) is not None for name in found)
         if num_fp8:
             notes.append(f"{hf_dir}: {num_fp8} tensors are FP8 and are converted to {dtype_name(dequantised)}")
-    check_table(table)
     hf_copies = tuple(name for op in table for name in op.hf_copies if name in found)
     notes += [f"{hf_dir}: {name} is a copy, bit for bit, and left out: the config ties it" for name in hf_copies]
     hf = {name: found[name] for op in table for name in op.hf_shapes}
