@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -85,6 +86,7 @@ def run_job(
         num_resumed, peak_bytes = len(records), 0
         workers = Workers(conversion, data, num_workers=min(num_workers, len(pending)))
         with workers, ByteProgress(console, total_bytes, done_bytes=total_bytes - pending_bytes) as progress:
+            threading.Thread(target=conversion.preload, daemon=True).start()
             for event in workers.write(pending):
                 if isinstance(event, Finished):
                     name = conversion.files[event.index].name

@@ -255,7 +255,7 @@ def write_checkpoint_metadata(folder: Path, data_files: Iterable[DataFile], comm
     Raises:
         ConversionError: a tensor occurs in two files, or the disk refused.
     """
-    # Half a second, which the workers of a conversion and its way back need not spend.
+    # A second, which the workers of a conversion and its way back need not spend (ToMcore.preload).
     from torch.distributed.checkpoint import filesystem, metadata
 
     ordered = sorted(data_files, key=lambda f: (len(f.file), f.file))

@@ -172,6 +172,9 @@ class ToHf:
         problems = [f"{name}, in {wanted[name].file}" for name in wrong]
         raise_problems(f"{self._checkpoint.folder}: tensors do not have the hash of the manifest", problems)
 
+    def preload(self) -> None:
+        """Nothing."""
+
     def finish(self, directory: Path, records: Sequence[Record]) -> None:
         """Write index, config and tokenizer, manifest."""
         now = _source_files(self._checkpoint.folder, self.companions_dir)

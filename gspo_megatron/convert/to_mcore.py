@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,10 @@ class ToMcore:
             "tensors": {name: asdict(record) for name, record in done.tensors.items()},
             "source": {name: asdict(record) for name, record in hashes.records().items()},
         }
+
+    def preload(self) -> None:
+        """A second's import."""
+        import_module("torch.distributed.checkpoint")
 
     def finish(self, directory: Path, records: Sequence[Record]) -> None:
         """Write metadata, config and tokenizer, manifest."""

@@ -63,6 +63,10 @@ class Conversion(Protocol):
         """Make one file, synced to disk, and tell report how many bytes of tensors were written since last told."""
         ...
 
+    def preload(self) -> None:
+        """Import what `finish` needs and workers do not; called beside them."""
+        ...
+
     def finish(self, directory: Path, records: Sequence[Record]) -> None:
         """Check that the records are complete and write the rest of the directory; records in the order of files."""
         ...
