@@ -8,6 +8,8 @@ from dataclasses import replace
 from gspo_megatron.config import AdvantageConfig, KlConfig
 from gspo_megatron.types import MAX_EXPONENT, Rollout, RolloutGroup
 
+OVERLONG = "overlong"
+"""Rollout.filtered_because of a response that overlong_filter takes out."""
 ROUNDING = 1e-12
 """A spread of shaped rewards below this share of their largest term is the rounding of their sums."""
 
@@ -23,8 +25,8 @@ def add_advantages(
 
     r_i is the shaped reward: the task's own, which the record keeps, less DAPO's punishment of length with
     cfg.overlong_buffer_tokens, less kl.coef times response_kl with kl.place `reward`. With cfg.overlong_filter a
-    response that ended at max_response_tokens gets is_filtered and exactly 0; `before_statistics` also leaves its
-    reward out of mean and std.
+    response that ended at max_response_tokens is filtered and gets exactly 0; `before_statistics` also leaves its
+    reward out of mean and std. One that was filtered for another reason gets 0 and is left out of them, too.
 
     Args:
         groups: scored.
@@ -74,14 +76,22 @@ def _add_group_advantages(
             terms.append(_reward_terms(rollout, cfg, max_response_tokens, kl))
         except ValueError as error:
             raise ValueError(f"prompt {group.prompt.prompt_id}, member {member}: {error}") from error
-    filtered = [cfg.overlong_filter != "off" and r.finish_reason == "length" for r in group.rollouts]
-    is_counted = [not f or cfg.overlong_filter == "after_statistics" for f in filtered]
+    reasons = [_filter_reason(r, cfg) for r in group.rollouts]
+    counted_reasons = (None, OVERLONG) if cfg.overlong_filter == "after_statistics" else (None,)
+    is_counted = [reason in counted_reasons for reason in reasons]
     advantages = iter(_advantages([t for t, counted in zip(terms, is_counted, strict=True) if counted], cfg))
     rollouts = []
-    for rollout, is_filtered, counted in zip(group.rollouts, filtered, is_counted, strict=True):
+    for rollout, reason, counted in zip(group.rollouts, reasons, is_counted, strict=True):
         advantage = next(advantages) if counted else 0.0
-        rollouts.append(replace(rollout, advantage=0.0 if is_filtered else advantage, is_filtered=is_filtered))
+        rollouts.append(replace(rollout, advantage=0.0 if reason else advantage, filtered_because=reason))
     return replace(group, rollouts=tuple(rollouts))
+
+
+def _filter_reason(rollout: Rollout, cfg: AdvantageConfig) -> str | None:
+    """Why it is filtered: for an earlier reason, or as overlong by this recipe."""
+    if rollout.filtered_because not in (None, OVERLONG):
+        return rollout.filtered_because
+    return OVERLONG if cfg.overlong_filter != "off" and rollout.finish_reason == "length" else None
 
 
 def _reward_terms(

@@ -118,6 +118,7 @@ _RANGES: dict[str, tuple[float, float]] = {
             "cluster.rollout_servers",
             "cluster.start_timeout_s",
             "cluster.collective_timeout_s",
+            "cluster.probe_timeout_s",
             "cold_start.num_steps",
             "cold_start.batch_size",
             "rollout.num_prompts",
@@ -137,7 +138,12 @@ _RANGES: dict[str, tuple[float, float]] = {
         (
             "cold_start.lr",
             "cold_start.warmup_steps",
+            "cluster.max_policy_lag",
+            "cluster.max_restarts",
             "rollout.max_retries",
+            "rollout.min_response_tokens",
+            "rollout.oversample_prompts",
+            "rollout.max_prompts_per_step",
             "advantage.eps",
             "optimizer.lr",
             "optimizer.adam_eps",
@@ -198,8 +204,6 @@ def _check_parallel(recipe: Recipe) -> list[str]:
             "parallel.overlap_param_gather: wants use_distributed_optimizer, whose parameters it gathers, and "
             "overlap_grad_reduce"
         )
-    if recipe.cluster.max_policy_lag != 0:
-        problems.append(f"cluster.max_policy_lag={recipe.cluster.max_policy_lag}: only 0 (synchronous) is built")
     return problems
 
 

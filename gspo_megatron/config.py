@@ -66,10 +66,24 @@ class ClusterConfig:
     """Trainer processes on this node."""
     rollout_servers: int
     """SGLang servers on this node."""
-    placement: Literal["separate"] = "separate"
-    """Servers have their own devices (on CPU: their own processes)."""
+    placement: Literal["separate", "colocated"] = "separate"
+    """separate: servers have their own devices (on CPU: their own processes). colocated: they share the trainer's
+    CUDA devices, and each sleeps while the other works."""
     max_policy_lag: int = 0
-    """0: synchronous; generation waits for the push of the newest weights."""
+    """0: synchronous; generation waits for the push of the newest weights. L >= 1: while the trainer trains on one
+    rollout step, up to L further ones are being sampled, so that a token's weights are at most L pushes old."""
+    max_restarts: int = 3
+    """Of one server within an hour; when it fails once more, the run ends."""
+    probe_timeout_s: float = 60.0
+    """A server that takes longer for a health probe, which generates a token, is restarted, seconds. Wants to be
+    longer than a weight push."""
+    weight_transport: Literal["broadcast", "disk", "ipc"] = "broadcast"
+    """How weights reach the servers. broadcast: a process group of the trainer's rank 0 and all servers. disk: a
+    Hugging Face directory in the run's folder. ipc: CUDA's, for colocated servers."""
+    weight_port: int = 0
+    """Rendezvous of the broadcast group; 0 takes a free port."""
+    network_interface: str | None = None
+    """Of the broadcast group (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); null lets the library choose."""
     host: str = "127.0.0.1"
     """Interface that servers and rendezvous bind."""
     server_port: int = 0
@@ -119,6 +133,29 @@ class RolloutConfig:
     """Divides the logits here and in the trainer's log-probs."""
     max_response_tokens: int
     """A response that reaches it ends with finish reason `length`."""
+    min_response_tokens: int = 0
+    """A shorter response is taken out of the loss and of N. Not SGLang's min_new_tokens: that forbids EOS, which
+    shifts log-probs against the trainer's."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Further tokens that end a response, beside EOS."""
+    oversample_prompts: int = 0
+    """Prompts that are sampled beyond num_prompts at once, for groups that dynamic_sampling drops."""
+    dynamic_sampling: bool = False
+    """Drop groups whose rewards are all equal and sample other prompts instead (DAPO, arXiv:2503.14476, section 3.2).
+    Which groups are taken depends on the order of the prompts, never on how fast a response came."""
+    max_prompts_per_step: int = 0
+    """Prompts that dynamic_sampling may use for one rollout step; when they do not suffice, groups with equal rewards
+    fill up. 0: three times num_prompts."""
+    multi_turn: str | None = None
+    """`module:function` of one's own that answers each turn of a response (multi_turn.py); null: one turn."""
+    pause_mode: Literal["retract", "in_place", "abort"] = "retract"
+    """What a weight push does to requests that run (SGLang's pause modes). retract: they wait, and their keys and
+    values are computed again with the new weights. in_place: they keep the keys and values of the old weights. abort:
+    they end, and the client sends what they have so far as a new request."""
+    flush_cache: bool = True
+    """Drop cached keys and values of the old weights at a push; false keeps them as prefixes of new requests."""
+    serve_fp8: bool = False
+    """Servers hold weights in FP8, blocks of 128 x 128: quantised anew by every push."""
     top_p: float = 1.0
     """Must be 1: a truncated support shifts log-probs against the trainer's."""
     top_k: int = -1
@@ -226,8 +263,9 @@ class LossConfig:
     """null: no reference policy is kept."""
     entropy_coef: float = 0.0
     """Entropy bonus: this times each token's entropy joins the objective's own sum."""
-    routing_replay: Literal["none", "r2"] = "none"
-    """r2: the update routes every token as the old-log-prob pass did (mcore/routing_replay.py)."""
+    routing_replay: Literal["none", "r2", "r3"] = "none"
+    """r2: the update routes every token as the old-log-prob pass did. r3: both passes route it as SGLang did
+    (mcore/routing_replay.py)."""
     allow_wide_clip: bool = False
     """Permit a sequence-level band above 0.01 with responses above 1,000 tokens."""
     band_is_measured: bool = False
@@ -411,6 +449,11 @@ def _coerce(hint: Any, value: Any, where: str, problems: list[str]) -> Any:
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             problems.append(f"{where}={value!r}: wants one of {', '.join(map(str, get_args(hint)))}")
+        return value
+    if get_origin(hint) is list:
+        (item,) = get_args(hint)
+        if not isinstance(value, list) or any(type(v) is not item for v in value):
+            problems.append(f"{where}={value!r}: wants a list of {item.__name__}")
         return value
     if get_origin(hint) is dict:
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):

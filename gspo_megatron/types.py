@@ -5,6 +5,7 @@ Shapes: B = responses of the microbatch, T = packed tokens on this rank, S = seg
 
 from __future__ import annotations
 
+import base64
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -49,7 +50,8 @@ class Rollout:
     rollout_logprobs: tuple[float, ...]
     """SGLang's log-probability of each response token, nats."""
     weight_versions: tuple[int, ...]
-    """The weight_version that produced each response token."""
+    """The weight_version that produced each response token; under asynchronous training they may rise within a
+    response. Of a token that was put in between: that of the token before."""
     finish_reason: str
     """`stop` (EOS) or `length` (max_response_tokens)."""
     text: str
@@ -66,8 +68,16 @@ class Rollout:
     """True on tokens that the policy sampled, False on those put in between (a tool's answer); None: all sampled."""
     ref_logprobs: tuple[float, ...] | None = None
     """The reference policy's log-probability of each response token, nats; None without a KL penalty."""
-    is_filtered: bool = False
-    """Taken out of the loss and of N."""
+    routed_experts: bytes | None = None
+    """SGLang's experts of prompt and response, for routing replay R3: [tokens - 1, layers, topk], row by row, one byte
+    an expert up to 256 experts, else two (little-endian). The last token has none: it predicts nothing."""
+    filtered_because: str | None = None
+    """Why it is taken out of the loss and of N; None: it is not."""
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether it is taken out of the loss and of N."""
+        return self.filtered_because is not None
 
     def with_reward(self, reward: float, is_exact: bool) -> Rollout:
         """The same rollout, scored."""
@@ -163,14 +173,18 @@ class TrainState:
 def save_groups(groups: list[RolloutGroup], path: Path) -> None:
     """Write groups as JSON lines, one group a line, under a temporary name first.
 
-    JSON keeps every float exactly (shortest representation that reads back to the same value).
+    JSON keeps every float exactly (shortest representation that reads back to the same value); bytes are base64.
     """
     tmp = path.with_name(path.name + ".tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tmp.open("w") as f:
         for group in groups:
-            f.write(json.dumps(asdict(group)) + "\n")
+            f.write(json.dumps(asdict(group), default=_base64) + "\n")
     tmp.rename(path)
+
+
+def _base64(routed_experts: bytes) -> str:
+    return base64.b64encode(routed_experts).decode()
 
 
 def load_groups(path: Path) -> list[RolloutGroup]:
@@ -189,6 +203,9 @@ def load_groups(path: Path) -> list[RolloutGroup]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
+            for r in record["rollouts"]:
+                if r["routed_experts"] is not None:
+                    r["routed_experts"] = base64.b64decode(r["routed_experts"], validate=True)
             prompt = Prompt(**{**record["prompt"], "token_ids": tuple(record["prompt"]["token_ids"])})
             rollouts = tuple(
                 Rollout(
@@ -199,7 +216,7 @@ def load_groups(path: Path) -> list[RolloutGroup]:
                 )
                 for r in record["rollouts"]
             )
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}:{number}: not a rollout group ({error})") from error
         groups.append(RolloutGroup(prompt=prompt, rollouts=rollouts))
     return groups

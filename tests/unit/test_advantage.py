@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gspo_megatron.advantage import add_advantages, response_kl
+from gspo_megatron.advantage import OVERLONG, add_advantages, response_kl
 from gspo_megatron.config import AdvantageConfig, KlConfig
 from gspo_megatron.types import Prompt, Rollout, RolloutGroup
 from tests.tolerances import FLOAT64, assert_close
@@ -169,8 +169,13 @@ def test_one_response_left_by_the_filter_gets_exactly_zero() -> None:
     assert advantages([0.7, 0.1], [1, 8], std=False, overlong_filter="after_statistics")[0] == pytest.approx(0.3)
 
 
+def test_response_filtered_for_another_reason_stays_so_and_does_not_count() -> None:
+    got = added([rollout(0.0), rollout(9.0, filtered_because="stale"), rollout(1.0)], std=False)
+    assert [(r.advantage, r.filtered_because) for r in got] == [(-0.5, None), (0.0, "stale"), (0.5, None)]
+
+
 def test_filter_of_another_recipe_is_not_kept() -> None:
-    assert not any(r.is_filtered for r in added([rollout(0.0, is_filtered=True), rollout(1.0)]))
+    assert not any(r.is_filtered for r in added([rollout(0.0, filtered_because=OVERLONG), rollout(1.0)]))
 
 
 LOGPROBS = {"rollout_logprobs": (-1.0, -2.0, -0.5), "ref_logprobs": (-1.5, -1.75, 9.0), "response_mask": (1, 1, 0)}

@@ -378,7 +378,7 @@ def filtered(group: RolloutGroup, *members: int) -> RolloutGroup:
     """Without an advantage: filtered before the statistics."""
     rollouts = list(group.rollouts)
     for i in members:
-        rollouts[i] = replace(rollouts[i], is_filtered=True, advantage=None)
+        rollouts[i] = replace(rollouts[i], filtered_because="overlong", advantage=None)
     return replace(group, rollouts=tuple(rollouts))
 
 
