@@ -34,10 +34,13 @@ WATCHDOG = 'read -r _; kill -9 "-$0"'
 class RolloutError(RuntimeError):
     """A server did not do what it was asked; the message names URL, status and answer."""
 
-    def __init__(self, message: str, *, retryable: bool = False) -> None:
+    def __init__(self, message: str, *, retryable: bool = False, is_lost: bool = False) -> None:
         super().__init__(message)
         self.retryable = retryable
-        """True after a connection error, a timeout or a status 5xx: the same request may succeed later."""
+        """True after a connection error, a timeout, a status 5xx or a garbled answer: the same request may succeed
+        later."""
+        self.is_lost = is_lost
+        """True after a connection error: there may be no server any more."""
 
 
 def server_arguments(
@@ -284,7 +287,7 @@ async def post(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]
     except TimeoutError as error:
         raise RolloutError(f"POST {url}: no answer within {timeout_s:g} s", retryable=True) from error
     except aiohttp.ClientError as error:
-        raise RolloutError(f"POST {url}: {type(error).__name__}: {error}", retryable=True) from error
+        raise RolloutError(f"POST {url}: {type(error).__name__}: {error}", retryable=True, is_lost=True) from error
     if response.status != 200:
         raise RolloutError(f"POST {url}: status {response.status}: {text[:2000]}", retryable=response.status >= 500)
     if response.content_type != "application/json":
@@ -292,7 +295,8 @@ async def post(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise RolloutError(f"POST {url}: status 200, but the answer is not JSON: {text[:2000]}") from error
+        message = f"POST {url}: status 200, but the answer is not JSON: {text[:2000]}"
+        raise RolloutError(message, retryable=True) from error
 
 
 class ServerClient:

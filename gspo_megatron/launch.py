@@ -13,12 +13,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -33,6 +33,7 @@ from gspo_megatron.convert.ops import ConversionError, check_names_and_shapes
 from gspo_megatron.convert.to_hf import check_mcore_names_and_shapes, may_be_padded
 from gspo_megatron.convert.to_mcore import check_weight_dtypes
 from gspo_megatron.engine import Engine, RolloutError, server_environment, take_port
+from gspo_megatron.fleet import Fleet, Server, announce
 from gspo_megatron.mcore.rank import ERROR_PREFIX
 from gspo_megatron.objective_checks import warnings_of
 from gspo_megatron.process import Torchrun, assign_devices, trainer_environment
@@ -49,6 +50,9 @@ _FOLLOWING_SIGNALS = (signal.SIGTERM, signal.SIGABRT)
 _EXCEPTION = re.compile(r"^(\w+\.)*\w*(Error|Exception)\b.*")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 """torch writes it before each line of an uncaught error once the process group exists."""
+
+
+T = TypeVar("T")
 
 
 class RunError(RuntimeError):
@@ -176,11 +180,13 @@ def run(recipe: Recipe, console: Console, *, only: str | None = None) -> None:
     check_weights(model_dir, Path(recipe.model.hf_dir))
     with ExitStack() as stack:
         engines = start_servers(recipe, model_dir, ports, stack, console) if ports else []
+        for i, engine in enumerate(engines):
+            announce(recipe.run_dir / "servers", Server(name=f"server_{i}", url=engine.url, incarnation=0))
         if only == "rollout":
-            rollout_only(recipe, [e.url for e in engines], console)
+            rollout_only(recipe, lambda: None, console)
             return
         arguments = ["--config", str(config_path), "--model-dir", str(model_dir)]
-        arguments += [item for e in engines for item in ("--server-url", e.url)]
+        arguments += ["--servers"] if engines else []
         console.print(f"starting the trainer: {recipe.cluster.trainer_ranks} rank(s)")
         trainer = start_torchrun(recipe, "gspo_megatron.train", arguments, "trainer", stack)
         watch(trainer, engines)
@@ -344,13 +350,29 @@ def cause_of(log_path: Path) -> str:
     return next(iter(signals + raised), "it printed no error")
 
 
-def rollout_only(recipe: Recipe, urls: list[str], console: Console) -> None:
-    """Sample, score and save every step's groups with the starting weights."""
-    sampler = Sampler(recipe, urls)
-    for step in range(1, recipe.train.num_rollout_steps + 1):
-        groups = sampler.score(sampler.rollout(sampler.take_prompts(), step, weight_version=0), step)
-        sampler.save(groups, step)
-        console.print(f"step {step:>4}  {sum(len(g.rollouts) for g in groups)} responses")
+def rollout_only(recipe: Recipe, check_servers: Callable[[], None], console: Console) -> None:
+    """Sample, score and save every step's groups with the starting weights.
+
+    Args:
+        recipe: checked.
+        check_servers: restarts servers that have failed; called every few seconds.
+        console: progress.
+    """
+    fleet = Fleet(recipe.run_dir / "servers")
+
+    def bring_up() -> None:  # a server reads the starting weights itself, also when it is restarted
+        fleet.confirm(fleet.announced(), 0)
+
+    def on_rank_0(fn: Callable[[], T]) -> T:
+        check_servers()
+        return fn()
+
+    bring_up()
+    with closing(Sampler(recipe, fleet, on_rank_0=on_rank_0, bring_up=bring_up, is_trained=False)) as sampler:
+        for step in range(1, recipe.train.num_rollout_steps + 1):
+            groups, _ = sampler.collect(step)
+            sampler.save(groups, step)
+            console.print(f"step {step:>4}  {sum(len(g.rollouts) for g in groups)} responses")
     console.print(f"rollout groups are in {recipe.run_dir / 'rollouts'}")
 
 
