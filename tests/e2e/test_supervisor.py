@@ -20,6 +20,7 @@ from gspo_megatron.launch import server_ports
 from gspo_megatron.process import RunError
 from gspo_megatron.supervisor import Supervisor
 from tests.e2e.conftest import RECIPES
+from tests.e2e.launching import listener_at, server_process
 from tests.e2e.test_sglang_server import call
 
 HOST = "127.0.0.1"
@@ -65,7 +66,7 @@ def supervisor(model_dir, output, tmp_path_factory):
     with supervisor:
         supervisor.start()
         yield supervisor
-        of_servers = [p for url in urls(supervisor).values() for p in session_members(process_of(url).pid)]
+        of_servers = [p for url in urls(supervisor).values() for p in session_members(server_process(url).pid)]
     assert not [pid for pid in of_servers if psutil.pid_exists(pid)]
     assert not [p for p in psutil.Process().children(recursive=True) if str(recipe.run_dir) in " ".join(p.cmdline())]
     assert read_servers(supervisor.folder) == []
@@ -73,32 +74,6 @@ def supervisor(model_dir, output, tmp_path_factory):
 
 def urls(supervisor):
     return {server.name: server.url for server in read_servers(supervisor.folder)}
-
-
-def process_of(url):
-    """Main process of the server at a url."""
-    port = ["--port", url.rpartition(":")[2]]
-    for process in psutil.Process().children():
-        line = process.cmdline()
-        if any(line[i : i + 2] == port for i in range(len(line))):
-            return process
-    raise AssertionError(f"no process serves {url}")
-
-
-def listener_at(url):
-    """A socket that takes the port of a server as soon as that is gone."""
-    deadline = time.monotonic() + 10
-    while True:
-        listener = socket.socket()
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((HOST, int(url.rpartition(":")[2])))
-            listener.listen()
-            return listener
-        except OSError:
-            listener.close()
-            assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def check_until(supervisor, is_done):
@@ -131,7 +106,7 @@ def test_killed_and_hung_servers_come_back_as_other_incarnations(supervisor, out
     before = read_servers(supervisor.folder)
     assert [(s.name, s.incarnation) for s in before] == [("server_0", 0), ("server_1", 0)]
     assert [call(s.url, "weight_version") for s in before] == [NO_VERSION] * 2
-    killed, hung = (process_of(s.url) for s in before)
+    killed, hung = (server_process(s.url) for s in before)
     (scheduler,) = (p for p in hung.children() if "scheduler" in p.name())
     killed.kill()
     os.kill(scheduler.pid, signal.SIGSTOP)  # its HTTP process goes on answering what needs no token
@@ -156,7 +131,7 @@ def test_the_trainers_request_a_taken_port_and_too_many_losses(supervisor, outpu
     asked, killed = fleet.announced()
     for _ in range(fleet_module.MAX_REJECTIONS):
         fleet.reject(asked, "its log-probs are NaN")
-    process_of(killed.url).kill()
+    server_process(killed.url).kill()
     with listener_at(killed.url):
         error = error_about("server_1", supervisor)
     assert re.search("server_1 was lost .*status -9.* cannot be restarted .*port is in use", error)
