@@ -32,17 +32,16 @@ from gspo_megatron.convert.mcore_layout import HF_SUBFOLDER, resolve_folder
 from gspo_megatron.convert.ops import ConversionError, check_names_and_shapes
 from gspo_megatron.convert.to_hf import check_mcore_names_and_shapes, may_be_padded
 from gspo_megatron.convert.to_mcore import check_weight_dtypes
-from gspo_megatron.engine import Engine, RolloutError, server_environment, take_port
-from gspo_megatron.fleet import Fleet, Server, announce
+from gspo_megatron.engine import RolloutError, server_environment, take_port
+from gspo_megatron.fleet import NO_VERSION, Fleet
 from gspo_megatron.mcore.rank import ERROR_PREFIX
 from gspo_megatron.objective_checks import warnings_of
-from gspo_megatron.process import Torchrun, assign_devices, trainer_environment
+from gspo_megatron.process import RunError, Torchrun, assign_devices, trainer_environment
 from gspo_megatron.sampling import Sampler, step_file
+from gspo_megatron.supervisor import Supervisor
 
-GRACE_S = 15.0
-"""After a server died the trainer gets this long to say so itself."""
-
-
+WATCH_INTERVAL_S = 0.2
+"""Between two looks at what was started."""
 _SIGNAL = re.compile(r"Signal (\d+) \(\w+\) received by PID \d+")
 """How torchrun's closing summary names a rank that was killed."""
 _FOLLOWING_SIGNALS = (signal.SIGTERM, signal.SIGABRT)
@@ -52,11 +51,8 @@ _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 """torch writes it before each line of an uncaught error once the process group exists."""
 
 
+
 T = TypeVar("T")
-
-
-class RunError(RuntimeError):
-    """A started process failed; the message says which, why, and where its log is."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,7 +159,7 @@ def run(recipe: Recipe, console: Console, *, only: str | None = None) -> None:
         RolloutError: a server did not start.
         RunError: the trainer or a server failed.
     """
-    trainer_environment(recipe.device, os.environ)
+    trainer_environment(recipe.device, os.environ, network_interface=recipe.cluster.network_interface)
     ports: list[int] = []
     if only == "train":
         check_saved_groups(recipe)
@@ -179,17 +175,19 @@ def run(recipe: Recipe, console: Console, *, only: str | None = None) -> None:
     model_dir = ensure_cold_start(recipe, config_path, console)
     check_weights(model_dir, Path(recipe.model.hf_dir))
     with ExitStack() as stack:
-        engines = start_servers(recipe, model_dir, ports, stack, console) if ports else []
-        for i, engine in enumerate(engines):
-            announce(recipe.run_dir / "servers", Server(name=f"server_{i}", url=engine.url, incarnation=0))
+        supervisor = None
+        if ports:
+            supervisor = stack.enter_context(make_supervisor(recipe, model_dir, ports, console, only=only))
+            supervisor.start()
         if only == "rollout":
-            rollout_only(recipe, lambda: None, console)
+            assert supervisor is not None
+            rollout_only(recipe, supervisor, console)
             return
         arguments = ["--config", str(config_path), "--model-dir", str(model_dir)]
-        arguments += ["--servers"] if engines else []
+        arguments += ["--servers"] if supervisor is not None else []
         console.print(f"starting the trainer: {recipe.cluster.trainer_ranks} rank(s)")
         trainer = start_torchrun(recipe, "gspo_megatron.train", arguments, "trainer", stack)
-        watch(trainer, engines)
+        watch(trainer, supervisor)
     finish(recipe, console)
 
 
@@ -249,7 +247,7 @@ def ensure_cold_start(recipe: Recipe, config_path: Path, console: Console) -> Pa
             return out_dir
         console.print(f"cold start: {recipe.cold_start.num_steps} supervised steps into {out_dir}")
         arguments = ["--config", str(config_path)]
-        watch(start_torchrun(recipe, "gspo_megatron.cold_start", arguments, "cold_start", stack), [])
+        watch(start_torchrun(recipe, "gspo_megatron.cold_start", arguments, "cold_start", stack), None)
     return out_dir
 
 
@@ -268,30 +266,19 @@ def server_ports(recipe: Recipe) -> list[int]:
     return sorted(free)
 
 
-def start_servers(
-    recipe: Recipe, model_dir: Path, ports: Sequence[int], stack: ExitStack, console: Console
-) -> list[Engine]:
-    """Start a SGLang server on each port and wait until each answers; from a Megatron checkpoint, without weights."""
-    engines = []
-    has_weights = is_hf_weights(model_dir)
-    _, *devices = assign_devices(recipe, os.environ)
-    for i, (port, cuda_devices) in enumerate(zip(ports, devices, strict=True)):
-        log_path = recipe.run_dir / "logs" / f"server_{i}.log"
-        engine = Engine.start(
-            recipe,
-            model_dir=model_dir if has_weights else Path(recipe.model.hf_dir),
-            load_format="auto" if has_weights else "dummy",
-            port=port,
-            log_path=log_path,
-            cuda_devices=cuda_devices,
-        )
-        stack.callback(engine.stop)
-        engines.append(engine)
-    for engine in engines:
-        with console.status(f"starting the SGLang server at {engine.url}"):
-            engine.wait_ready(recipe.cluster.start_timeout_s)
-        console.print(f"SGLang ready at {engine.url}")
-    return engines
+def make_supervisor(
+    recipe: Recipe, model_dir: Path, ports: Sequence[int], console: Console, *, only: str | None
+) -> Supervisor:
+    """The servers, not started: without weights, which the trainer pushes; `--only rollout` has none, so with them."""
+    has_weights = only == "rollout"
+    return Supervisor(
+        recipe,
+        model_dir=model_dir if is_hf_weights(model_dir) else Path(recipe.model.hf_dir),
+        load_format="auto" if has_weights else "dummy",
+        weight_version=0 if has_weights else NO_VERSION,
+        ports=ports,
+        console=console,
+    )
 
 
 def start_torchrun(recipe: Recipe, module: str, arguments: list[str], log_name: str, stack: ExitStack) -> Torchrun:
@@ -304,31 +291,28 @@ def start_torchrun(recipe: Recipe, module: str, arguments: list[str], log_name: 
         num_ranks=recipe.cluster.trainer_ranks,
         host=host,
         port=take_port(host, 0),
-        environment=trainer_environment(recipe.device, os.environ, cuda_devices=cuda_devices),
+        environment=trainer_environment(
+            recipe.device,
+            os.environ,
+            cuda_devices=cuda_devices,
+            network_interface=recipe.cluster.network_interface,
+        ),
         log_path=recipe.run_dir / "logs" / f"{log_name}.log",
     )
     stack.callback(torchrun.stop)
     return torchrun
 
 
-def watch(trainer: Torchrun, engines: Sequence[Engine]) -> None:
-    """Wait for the trainer; a server that ends first is an error.
+def watch(trainer: Torchrun, supervisor: Supervisor | None) -> None:
+    """Wait for the trainer, and keep the servers up meanwhile.
 
     Raises:
-        RunError: the trainer failed or a server died.
+        RunError: the trainer failed, or a server that cannot be restarted.
     """
-    dead: Engine | None = None
-    deadline = float("inf")
-    while trainer.poll() is None and time.monotonic() < deadline:
-        if dead is None:
-            dead = next((e for e in engines if not e.is_alive()), None)
-            deadline = float("inf") if dead is None else time.monotonic() + GRACE_S
-        time.sleep(0.2)
-    if dead is not None:
-        raise RunError(
-            f"SGLang server {dead.url} ended with status {dead.process.returncode} during the run; "
-            f"see {dead.log_path} and {trainer.log_path}"
-        )
+    while trainer.poll() is None:
+        if supervisor is not None:
+            supervisor.check()
+        time.sleep(WATCH_INTERVAL_S)
     status = trainer.process.wait()
     if status != 0:
         cause = f"torchrun was killed by signal {-status}" if status < 0 else cause_of(trainer.log_path)
@@ -350,21 +334,20 @@ def cause_of(log_path: Path) -> str:
     return next(iter(signals + raised), "it printed no error")
 
 
-def rollout_only(recipe: Recipe, check_servers: Callable[[], None], console: Console) -> None:
-    """Sample, score and save every step's groups with the starting weights.
+def rollout_only(recipe: Recipe, supervisor: Supervisor, console: Console) -> None:
+    """Sample, score and save every step's groups with the starting weights, and keep the servers up meanwhile.
 
-    Args:
-        recipe: checked.
-        check_servers: restarts servers that have failed; called every few seconds.
-        console: progress.
+    Raises:
+        RolloutError: from the sampling.
+        RunError: a server cannot be restarted.
     """
-    fleet = Fleet(recipe.run_dir / "servers")
+    fleet = Fleet(supervisor.folder)
 
     def bring_up() -> None:  # a server reads the starting weights itself, also when it is restarted
         fleet.confirm(fleet.announced(), 0)
 
     def on_rank_0(fn: Callable[[], T]) -> T:
-        check_servers()
+        supervisor.check()
         return fn()
 
     bring_up()
