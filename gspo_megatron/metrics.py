@@ -270,20 +270,20 @@ def make_row(
     state: TrainState,
     *,
     groups: Sequence[RolloutGroup],
-    report: RolloutReport | None,
     minibatches: Sequence[Mapping[str, float]],
     stage_s: Mapping[str, float],
     evaluation: Mapping[str, float] | None,
+    report: RolloutReport | None = None,
 ) -> dict[str, Any]:
     """Build one row of metrics.jsonl.
 
     Args:
         state: counters after the step; all 0 for the evaluation of the starting policy.
         groups: the step's scored groups with advantages; empty when nothing was sampled.
-        report: of the servers' part in it; None without servers.
         minibatches: per optimizer step, summarize_minibatch's result with loss, grad_norm, lr and packing_efficiency.
         stage_s: seconds of each stage that ran.
         evaluation: the fields of evaluate.Evaluation for the weights after the step, or None.
+        report: of what was asked of servers for the step; None where none was.
 
     Raises:
         ValueError: a name is not in METRICS or is missing, or a value is not finite; the message lists all.
