@@ -61,6 +61,7 @@ def server_arguments(
         "device": recipe.device,
         "dtype": recipe.model.dtype,
         "enable_fp32_lm_head": recipe.model.fp32_lm_head and recipe.model.dtype != "float32",
+        "enable_return_routed_experts": recipe.loss.routing_replay == "r3",
         "random_seed": recipe.seed,
         "weight_version": str(weight_version),
     }

@@ -98,7 +98,7 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, has_servers: boo
                     batches,
                     temperature=temperature,
                     source=recipe.loss.old_logprobs,
-                    record_routes=recipe.loss.routing_replay == "r2",
+                    routing_replay=recipe.loss.routing_replay,
                 )
             with clock.stage("train"):
                 results = [step(policy, optimizer, b, loss_fn, denominator=count(b)) for b in batches]

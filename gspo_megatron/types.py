@@ -74,8 +74,8 @@ class Rollout:
     ref_logprobs: tuple[float, ...] | None = None
     """The reference policy's log-probability of each response token, nats; None without a KL penalty."""
     routed_experts: bytes | None = None
-    """SGLang's experts of prompt and response, for routing replay R3: [tokens - 1, layers, topk], row by row, one byte
-    an expert up to 256 experts, else two (little-endian). The last token has none: it predicts nothing."""
+    """SGLang's experts of prompt and response, for routing replay R3 (routed_experts.py): [tokens - 1, MoE layers,
+    topk], row by row, one byte an expert up to 256 experts, else two (little-endian). The last token has none."""
     filtered_because: str | None = None
     """Why it is taken out of the loss and of N; None: it is not."""
 
@@ -151,6 +151,9 @@ class Microbatch:
     """[T] float32, nats. The trainer's, before the first minibatch; None until add_old_logprobs."""
     ref_logprobs_T: Tensor | None
     """[T] float32, nats. The reference policy's, 0 outside the mask; None without a KL penalty."""
+    rollout_routes_T: Tensor | None
+    """[T, MoE layers, topk] int16. SGLang's experts in all the model's layers, for routing replay R3; None without,
+    and after add_old_logprobs, which leaves this rank's part of them in routed_experts."""
     routed_experts: tuple[Tensor, ...] | None
     """Routes to replay: per model chunk of this rank [MoE layers, tokens of this rank's sequence-parallel slice, topk]
     int16; None without routing replay."""
@@ -164,6 +167,11 @@ class Microbatch:
     """Longest padded sequence, tokens."""
     num_unpadded_tokens: int
     """Tokens of this rank's slice that are not padding."""
+
+    @property
+    def num_rows(self) -> int:
+        """Megatron's micro batch size: packed sequences are one row."""
+        return 1 if self.row_length is None else len(self.response_length_B)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
