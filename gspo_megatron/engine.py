@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ LOG_LINES, LOG_COLUMNS = 20, 300
 """How much of the server's log an error quotes."""
 PROBE_TEMPERATURE = 100.0
 """Flattens any model's distribution, so that equal tokens of two probes mean equal seeds and nothing else."""
+FIRST_FREE_PORT, FREE_PORT_TRIES = 20000, 100
+"""Where and how often a free port is looked for."""
 WATCHDOG = 'read -r _; kill -9 "-$0"'
 """Reads until its writer (the process that started the server) is gone, then ends the server's process group."""
 
@@ -112,17 +116,34 @@ def take_port(host: str, port: int) -> int:
     Raises:
         ConfigError: something listens there, or the host is not this machine's.
     """
+    if port == 0:
+        return _free_port(host)
+    try:
+        return _bound_port(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.server_port={port}: port is in use on {host} or cannot be bound ({error.strerror}); "
+            "stop what listens there, or set cluster.server_port to another port or to 0 for a free one"
+        ) from error
+
+
+def _free_port(host: str) -> int:
+    """One that Linux gives to no outgoing connection, since a server takes its port many seconds later."""
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = range(FIRST_FREE_PORT, first_outgoing)
+    for port in random.SystemRandom().sample(candidates, min(FREE_PORT_TRIES, len(candidates))):
+        with suppress(OSError):
+            return _bound_port(host, port)
+    return _bound_port(host, 0)
+
+
+def _bound_port(host: str, port: int) -> int:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except socket.gaierror as error:
             raise ConfigError(f"cluster.host={host}: is no address of this machine ({error.strerror})") from error
-        except OSError as error:
-            raise ConfigError(
-                f"cluster.server_port={port}: port is in use on {host} or cannot be bound ({error.strerror}); "
-                "stop what listens there, or set cluster.server_port to another port or to 0 for a free one"
-            ) from error
         return int(probe.getsockname()[1])
 
 
