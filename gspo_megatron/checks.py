@@ -37,7 +37,7 @@ DERIVED_MCORE_KEYS = frozenset(
 # ServerArgs fields that engine.py sets.
 DERIVED_SGLANG_KEYS = frozenset(
     "model_path tokenizer_path host port device dtype random_seed weight_version api_key served_model_name "
-    "load_format skip_tokenizer_init enable_fp32_lm_head".split()
+    "load_format skip_tokenizer_init enable_fp32_lm_head enable_return_routed_experts".split()
 )
 
 
@@ -262,7 +262,7 @@ def _check_model(recipe: Recipe) -> list[str]:
         return [f"model.hf_dir={hf_dir}: config.json is not JSON ({error})"]
     if not isinstance(config, dict):
         return [f"model.hf_dir={hf_dir}: config.json holds no object"]
-    return _check_layout(recipe, config) + _check_attention(recipe, config)
+    return _check_layout(recipe, config) + _check_attention(recipe, config) + _check_routes(recipe, config)
 
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -304,6 +304,19 @@ def _check_layout(recipe: Recipe, config: dict[str, Any]) -> list[str]:
             fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             problems.append(f"parallel.{key}={size}: does not divide {name}={count}; use one of {fitting}")
     return problems
+
+
+def _check_routes(recipe: Recipe, config: dict[str, Any]) -> list[str]:
+    """Whether the model has routes to replay, and SGLang records them."""
+    replay, model_type = recipe.loss.routing_replay, config.get("model_type")
+    if replay != "none" and not any(name in config for name in _NUM_EXPERTS):
+        return [f"loss.routing_replay={replay}: {model_type} has no experts; wants none"]
+    if replay == "r3" and model_type == "mixtral":
+        return [
+            "loss.routing_replay=r3: SGLang 0.5.21 records mixtral's routes without their layer (models/mixtral.py); "
+            "wants r2 or none"
+        ]
+    return []
 
 
 def _check_attention(recipe: Recipe, config: dict[str, Any]) -> list[str]:

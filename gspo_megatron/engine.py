@@ -39,10 +39,13 @@ WATCHDOG = 'read -r _; kill -9 "-$0"'
 class RolloutError(RuntimeError):
     """A server did not do what it was asked; the message names URL, status and answer."""
 
-    def __init__(self, message: str, *, retryable: bool = False) -> None:
+    def __init__(self, message: str, *, retryable: bool = False, is_lost: bool = False) -> None:
         super().__init__(message)
         self.retryable = retryable
-        """True after a connection error, a timeout or a status 5xx: the same request may succeed later."""
+        """True after a connection error, a timeout, a status 5xx or a garbled answer: the same request may succeed
+        later."""
+        self.is_lost = is_lost
+        """True after a connection error: there may be no server any more."""
 
 
 def server_arguments(
@@ -62,6 +65,7 @@ def server_arguments(
         "device": recipe.device,
         "dtype": recipe.model.dtype,
         "enable_fp32_lm_head": recipe.model.fp32_lm_head and recipe.model.dtype != "float32",
+        "enable_return_routed_experts": recipe.loss.routing_replay == "r3",
         "random_seed": recipe.seed,
         "weight_version": str(weight_version),
     }
@@ -331,7 +335,7 @@ async def _request(
     except TimeoutError as error:
         raise RolloutError(f"{method} {url}: no answer within {timeout_s:g} s", retryable=True) from error
     except aiohttp.ClientError as error:
-        raise RolloutError(f"{method} {url}: {type(error).__name__}: {error}", retryable=True) from error
+        raise RolloutError(f"{method} {url}: {type(error).__name__}: {error}", retryable=True, is_lost=True) from error
     if response.status != 200:
         is_retryable = response.status >= 500
         raise RolloutError(f"{method} {url}: status {response.status}: {text[:2000]}", retryable=is_retryable)
@@ -340,7 +344,8 @@ async def _request(
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise RolloutError(f"{method} {url}: status 200, but the answer is not JSON: {text[:2000]}") from error
+        message = f"{method} {url}: status 200, but the answer is not JSON: {text[:2000]}"
+        raise RolloutError(message, retryable=True) from error
 
 
 class ServerClient:

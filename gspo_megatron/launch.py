@@ -12,15 +12,13 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -51,6 +49,10 @@ _FOLLOWING_SIGNALS = (signal.SIGTERM, signal.SIGABRT)
 _EXCEPTION = re.compile(r"^(\w+\.)*\w*(Error|Exception)\b.*")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 """torch writes it before each line of an uncaught error once the process group exists."""
+
+
+
+T = TypeVar("T")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -340,29 +342,21 @@ def rollout_only(recipe: Recipe, supervisor: Supervisor, console: Console) -> No
         RunError: a server cannot be restarted.
     """
     fleet = Fleet(supervisor.folder)
-    fleet.confirm(fleet.announced(), 0)
-    sampled: Future[None] = Future()
-    # A daemon, so that a run that is interrupted or has no server left ends at once.
-    threading.Thread(target=sample_all, args=(recipe, fleet, console, sampled), daemon=True).start()
-    while not sampled.done():
+
+    def bring_up() -> None:  # a server reads the starting weights itself, also when it is restarted
+        fleet.confirm(fleet.announced(), 0)
+
+    def on_rank_0(fn: Callable[[], T]) -> T:
         supervisor.check()
-        fleet.confirm(fleet.wanting(), 0)  # they boot with these weights
-        time.sleep(WATCH_INTERVAL_S)
-    sampled.result()
-    console.print(f"rollout groups are in {recipe.run_dir / 'rollouts'}")
+        return fn()
 
-
-def sample_all(recipe: Recipe, fleet: Fleet, console: Console, sampled: Future[None]) -> None:
-    """The sampling of rollout_only; its end or error goes to `sampled`."""
-    try:
-        sampler = Sampler(recipe, [server.url for server in fleet.ready()])
+    bring_up()
+    with closing(Sampler(recipe, fleet, on_rank_0=on_rank_0, bring_up=bring_up, is_trained=False)) as sampler:
         for step in range(1, recipe.train.num_rollout_steps + 1):
-            groups = sampler.score(sampler.rollout(sampler.take_prompts(), step, weight_version=0), step)
+            groups, _ = sampler.collect(step)
             sampler.save(groups, step)
             console.print(f"step {step:>4}  {sum(len(g.rollouts) for g in groups)} responses")
-        sampled.set_result(None)
-    except BaseException as error:  # rollout_only raises it
-        sampled.set_exception(error)
+    console.print(f"rollout groups are in {recipe.run_dir / 'rollouts'}")
 
 
 def finish(recipe: Recipe, console: Console) -> None:

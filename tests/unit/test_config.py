@@ -463,7 +463,7 @@ def test_recipe_as_published_and_measured_band_warn_of_nothing():
         (
             "loss.old_logprobs=rollout",
             "loss.old_logprobs=rollout: leaves loss.routing_replay: r2 no old-log-prob pass to record; "
-            "wants recompute, or routing_replay: none",
+            "wants recompute, or routing_replay: r3 or none",
         ),
         (
             "model.mcore.moe_router_fusion=true",
