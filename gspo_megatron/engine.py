@@ -21,6 +21,7 @@ from typing import Any
 import aiohttp
 
 from gspo_megatron.config import ConfigError, Recipe
+from gspo_megatron.process import interface_variables
 from gspo_megatron.sglang_cpu import DEVICE_VARIABLE
 
 LOG_LINES, LOG_COLUMNS = 20, 300
@@ -34,10 +35,13 @@ WATCHDOG = 'read -r _; kill -9 "-$0"'
 class RolloutError(RuntimeError):
     """A server did not do what it was asked; the message names URL, status and answer."""
 
-    def __init__(self, message: str, *, retryable: bool = False) -> None:
+    def __init__(self, message: str, *, retryable: bool = False, is_lost: bool = False) -> None:
         super().__init__(message)
         self.retryable = retryable
-        """True after a connection error, a timeout or a status 5xx: the same request may succeed later."""
+        """True after a connection error, a timeout, a status 5xx or a garbled answer: the same request may succeed
+        later."""
+        self.is_lost = is_lost
+        """True after a connection error: there may be no server any more."""
 
 
 def server_arguments(
@@ -79,14 +83,15 @@ def server_environment(recipe: Recipe, inherited: Mapping[str, str], *, cuda_dev
     """The server's environment: what is inherited, less what would change results, plus what the device needs.
 
     Args:
-        recipe: its device is used.
+        recipe: its device and cluster.network_interface are used.
         inherited: this process's environment.
         cuda_devices: what the server sees, as CUDA_VISIBLE_DEVICES has it.
 
     Raises:
-        ConfigError: an SGLANG_* variable is inherited that this project does not set to the same value.
+        ConfigError: an SGLANG_* variable is inherited that this project does not set to the same value, or
+            cluster.network_interface is none of this machine's.
     """
-    own = {"CUDA_VISIBLE_DEVICES": cuda_devices}
+    own = {"CUDA_VISIBLE_DEVICES": cuda_devices, **interface_variables(recipe.cluster.network_interface)}
     if recipe.device == "cpu":
         own |= {
             DEVICE_VARIABLE: "cpu",
@@ -223,6 +228,18 @@ class Engine:
                 f"{other}; gspo_megatron.sglang_cpu.plugin did not take effect; {self._log_tail()}"
             )
 
+    def check_health(self, timeout_s: float) -> None:
+        """Deep probe: passes when the server samples a token for it, or answers others meanwhile.
+
+        Raises:
+            RolloutError: no answer within timeout_s, or one that says that nothing was sampled.
+        """
+        asyncio.run(self._check_health(timeout_s))
+
+    async def _check_health(self, timeout_s: float) -> None:
+        async with aiohttp.ClientSession() as session:
+            await get(session, self.url + "/health_generate", timeout_s=timeout_s)
+
     async def _probe(self, session: aiohttp.ClientSession, *, seed: int, timeout_s: float) -> list[int]:
         sampling = {"temperature": PROBE_TEMPERATURE, "max_new_tokens": 8, "ignore_eos": True, "sampling_seed": seed}
         body = {"input_ids": [0], "sampling_params": sampling}
@@ -273,27 +290,41 @@ def session_members(session: int) -> list[int]:
     return members
 
 
+async def get(session: aiohttp.ClientSession, url: str, *, timeout_s: float) -> Any:
+    """GET; returns and raises as post."""
+    return await _request(session, "GET", url, None, timeout_s)
+
+
 async def post(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any], *, timeout_s: float) -> Any:
     """POST JSON; returns the JSON answer, or the text of an answer that is not JSON.
 
     Raises:
         RolloutError: no answer within timeout_s, no connection, or a status other than 200.
     """
+    return await _request(session, "POST", url, body, timeout_s)
+
+
+async def _request(
+    session: aiohttp.ClientSession, method: str, url: str, body: Mapping[str, Any] | None, timeout_s: float
+) -> Any:
     try:
-        async with session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with session.request(method, url, json=body, timeout=timeout) as response:
             text = await response.text()
     except TimeoutError as error:
-        raise RolloutError(f"POST {url}: no answer within {timeout_s:g} s", retryable=True) from error
+        raise RolloutError(f"{method} {url}: no answer within {timeout_s:g} s", retryable=True) from error
     except aiohttp.ClientError as error:
-        raise RolloutError(f"POST {url}: {type(error).__name__}: {error}", retryable=True) from error
+        raise RolloutError(f"{method} {url}: {type(error).__name__}: {error}", retryable=True, is_lost=True) from error
     if response.status != 200:
-        raise RolloutError(f"POST {url}: status {response.status}: {text[:2000]}", retryable=response.status >= 500)
+        is_retryable = response.status >= 500
+        raise RolloutError(f"{method} {url}: status {response.status}: {text[:2000]}", retryable=is_retryable)
     if response.content_type != "application/json":
         return text
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise RolloutError(f"POST {url}: status 200, but the answer is not JSON: {text[:2000]}") from error
+        message = f"{method} {url}: status 200, but the answer is not JSON: {text[:2000]}"
+        raise RolloutError(message, retryable=True) from error
 
 
 class ServerClient:
@@ -326,16 +357,8 @@ class ServerClient:
 
     async def weight_version(self) -> int:
         """The version that the server reports for its weights."""
-        url = f"{self.url}/model_info"
-        try:
-            timeout = aiohttp.ClientTimeout(total=self.timeout_s)
-            async with self.session.get(url, timeout=timeout) as response:
-                text = await response.text()
-        except (TimeoutError, aiohttp.ClientError) as error:
-            raise RolloutError(f"GET {url}: {type(error).__name__}: {error}", retryable=True) from error
-        if response.status != 200:
-            raise RolloutError(f"GET {url}: status {response.status}: {text[:2000]}")
-        return int(json.loads(text)["weight_version"])
+        info = await get(self.session, f"{self.url}/model_info", timeout_s=self.timeout_s)
+        return int(info["weight_version"])
 
     async def init_weights_update_group(
         self,

@@ -19,6 +19,11 @@ MAX_EXPONENT = 20.0
 """Overflow guard of every exponent over log-ratios, nats. Not in the papers; a ratio this far out is outside every
 band. Its square, exp(40), still is a finite number; the log-ratios themselves are never clamped."""
 
+TOO_SHORT = "too_short"
+"""Rollout.filtered_because of a response below rollout.min_response_tokens."""
+STALE = "stale"
+"""Rollout.filtered_because of a response with a token older than cluster.max_policy_lag."""
+
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient that is not finite: the weights cannot be trusted, so the run stops."""
@@ -90,6 +95,24 @@ class RolloutGroup:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutReport:
+    """Of one rollout step: what was asked of the servers and does not show in the groups."""
+
+    num_asked: int
+    """Responses."""
+    num_zero_spread: int
+    """Responses of groups that dynamic sampling dropped."""
+    num_surplus: int
+    """Responses of prompts that were sampled ahead and not needed."""
+    num_retries: int
+    """Requests sent again after a failure, since the report before."""
+    num_continued: int
+    """Responses sent on after a push had aborted them, since the report before."""
+    num_rejected: int
+    """Servers that the run stopped sending to, until the next push to them, since the report before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,7 @@
 """Start `gspo_megatron.launch` as a user would, on a recipe that takes seconds per stage."""
 
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -53,15 +55,37 @@ class Launched:
         return [root, *root.children(recursive=True)]
 
 
-def launch(output_dir: Path, name: str, *overrides: str, only: str | None = None) -> Launched:
-    """Start a run of the shortened recipe; stdout and stderr go to one file."""
+def launch(
+    output_dir: Path,
+    name: str,
+    *overrides: str,
+    only: str | None = None,
+    module: tuple[str, ...] = ("gspo_megatron.launch",),
+    environment: dict[str, str] | None = None,
+) -> Launched:
+    """Start a run of the shortened recipe; stdout and stderr go to one file.
+
+    Args:
+        output_dir, name: of the run.
+        overrides: after those of SHORT.
+        only: as the command's.
+        module: what is run, and arguments before the command's own.
+        environment: added to this process's.
+    """
     items = [*SHORT, f"name={name}", f"output_dir={output_dir}", *overrides]
-    command = [sys.executable, "-m", "gspo_megatron.launch", "--config", "recipes/gspo-tiny-moe-cpu.yaml"]
+    command = [sys.executable, "-m", *module, "--config", "recipes/gspo-tiny-moe-cpu.yaml"]
     command += [part for item in items for part in ("--set", item)]
     command += ["--only", only] if only else []
     log_path = output_dir / f"{name}.log"
     with log_path.open("wb") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | (environment or {}),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
     return Launched(process, log_path)
 
 
@@ -78,3 +102,29 @@ def wait_for_line(launched: Launched, text: str, *, timeout_s: float) -> None:
             launched.process.terminate()
             raise AssertionError(f"no {text!r} within {timeout_s} s: {launched.log_path.read_text()}")
         time.sleep(0.2)
+
+
+def server_process(url: str) -> psutil.Process:
+    """Main process of the server at a url, which this process started."""
+    port = ["--port", url.rpartition(":")[2]]
+    for process in psutil.Process().children():
+        line = process.cmdline()
+        if any(line[i : i + 2] == port for i in range(len(line))):
+            return process
+    raise AssertionError(f"no process serves {url}")
+
+
+def listener_at(url: str) -> socket.socket:
+    """A socket that takes the port of a server as soon as that is gone."""
+    deadline = time.monotonic() + 10
+    while True:
+        listener = socket.socket()
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", int(url.rpartition(":")[2])))
+            listener.listen()
+            return listener
+        except OSError:
+            listener.close()
+            assert time.monotonic() < deadline
+        time.sleep(0.05)

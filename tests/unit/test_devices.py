@@ -50,3 +50,20 @@ def test_trainer_agrees_with_the_server_on_how_nccl_allocates():
     # SGLang takes NCCL_CUMEM_ENABLE=0 where it inherits none; one NCCL group wants one value.
     assert trainer_environment("cuda", {}, cuda_devices="0")["NCCL_CUMEM_ENABLE"] == "0"
     assert trainer_environment("cuda", {"NCCL_CUMEM_ENABLE": "1"}, cuda_devices="0")["NCCL_CUMEM_ENABLE"] == "1"
+
+
+def test_trainer_and_servers_bind_the_interface_that_the_recipe_names():
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    inherited = dict.fromkeys(names, "eth9")
+    for interface in ("lo", None):
+        recipe = recipe_with(*([f"cluster.network_interface={interface}"] if interface else []))
+        both = (
+            trainer_environment("cpu", inherited, network_interface=recipe.cluster.network_interface),
+            server_environment(recipe, inherited),
+        )
+        assert [[env[name] for name in names] for env in both] == [[interface or "eth9"] * 2] * 2
+
+
+def test_unknown_interface_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="cluster.network_interface=eth99: this machine has .*lo"):
+        server_environment(recipe_with("cluster.network_interface=eth99"), {})
