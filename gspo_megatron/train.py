@@ -15,6 +15,7 @@ from rich.console import Console
 from gspo_megatron.checks import is_hf_weights
 from gspo_megatron.config import Recipe, load_recipe
 from gspo_megatron.engine import RolloutError
+from gspo_megatron.fleet import Fleet, Server, announce
 from gspo_megatron.mcore.rank import run_rank
 from gspo_megatron.metrics import MetricsWriter, make_row, summarize_minibatch
 from gspo_megatron.progress import StageClock
@@ -45,7 +46,13 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
     policy = build_policy(recipe, parallel)
     optimizer = build_optimizer(policy, recipe, recipe.optimizer)
     load_initial_weights(policy, optimizer, recipe, model_dir)
-    weight_sync = WeightSync(policy, recipe, server_urls)
+    fleet = None
+    if parallel.rank == 0 and server_urls:
+        for i, url in enumerate(server_urls):
+            announce(recipe.run_dir / "servers", Server(name=f"server_{i}", url=url, incarnation=0))
+        fleet = Fleet(recipe.run_dir / "servers")
+        fleet.confirm(fleet.announced(), 0)
+    weight_sync = WeightSync(policy, recipe, fleet)
     if not is_hf_weights(model_dir):  # SGLang cannot read it, and started without weights
         weight_sync.push(0)
     sampler = Sampler(recipe, server_urls)
