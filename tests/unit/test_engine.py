@@ -52,6 +52,12 @@ def test_server_multiplies_by_its_head_as_the_trainer_does(dtype, fp32_lm_head, 
     assert ("--enable-fp32-lm-head" in given) == is_asked_for
 
 
+def test_colocated_server_is_asked_to_make_its_memory_releasable():
+    colocated = ("device=cuda", "cluster.placement=colocated", "cluster.weight_transport=ipc")
+    assert "--enable-memory-saver" in arguments(*colocated)
+    assert "--enable-memory-saver" not in arguments("device=cuda")
+
+
 def test_a_key_that_the_user_set_is_not_overridden():
     given = arguments("rollout.sglang={attention_backend: intel_amx, sleep_on_idle: false, log_level_http: info}")
     assert value_of("--attention-backend", given) == "intel_amx"
