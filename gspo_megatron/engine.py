@@ -32,6 +32,8 @@ WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
 """SGLang's tags of device memory that a server can release (srt/constants.py)."""
 PROBE_TEMPERATURE = 100.0
 """Flattens any model's distribution, so that equal tokens of two probes mean equal seeds and nothing else."""
+KILL_TIMEOUT_S = 60.0
+"""For killed processes to be gone; one that waits for a device takes its time."""
 FIRST_FREE_PORT, FREE_PORT_TRIES = 20000, 100
 """Where and how often a free port is looked for."""
 WATCHDOG = 'read -r _; kill -9 "-$0"'
@@ -292,6 +294,9 @@ class Engine:
 
         Args:
             limit_s: how long the server may take for its own shutdown before it is killed, seconds.
+
+        Raises:
+            RolloutError: a process does not end although it was killed.
         """
         if self.is_alive():
             self.process.terminate()
@@ -300,7 +305,10 @@ class Engine:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        deadline = time.monotonic() + KILL_TIMEOUT_S
         while members := session_members(self.process.pid):
+            if time.monotonic() > deadline:
+                raise RolloutError(f"{self.url}: processes {members} run {KILL_TIMEOUT_S:g} s after SIGKILL")
             for pid in members:
                 try:
                     os.kill(pid, signal.SIGKILL)

@@ -5,10 +5,14 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from gspo_megatron.config import ConfigError
+from gspo_megatron.engine import take_port
 
 ROOT = Path(__file__).parents[2]
 SHORT = [
@@ -142,3 +146,12 @@ def listener_at(url: str) -> socket.socket:
             listener.close()
             assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def two_ports() -> int:
+    """The first of two neighbours that are free."""
+    while True:
+        port = take_port("127.0.0.1", 0)
+        with suppress(ConfigError):
+            take_port("127.0.0.1", port + 1)
+            return port

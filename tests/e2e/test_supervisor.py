@@ -4,7 +4,6 @@ import io
 import os
 import re
 import signal
-import socket
 import time
 
 import psutil
@@ -14,26 +13,16 @@ from rich.console import Console
 from gspo_megatron import fleet as fleet_module
 from gspo_megatron import supervisor as supervisor_module
 from gspo_megatron.config import load_recipe
-from gspo_megatron.engine import session_members, take_port
+from gspo_megatron.engine import session_members
 from gspo_megatron.fleet import NO_VERSION, Fleet, read_servers
 from gspo_megatron.launch import server_ports
 from gspo_megatron.process import RunError
 from gspo_megatron.supervisor import Supervisor
 from tests.e2e.conftest import RECIPES
-from tests.e2e.launching import MARK, listener_at, server_process, still_running
+from tests.e2e.launching import MARK, listener_at, server_process, still_running, two_ports
 from tests.e2e.test_sglang_server import call
 
-HOST = "127.0.0.1"
 LIMIT_S = 180.0
-
-
-def two_ports():
-    """The first of two neighbours that are free."""
-    while True:
-        port = take_port(HOST, 0)
-        with socket.socket() as other:
-            if port < 65535 and other.connect_ex((HOST, port + 1)) != 0:
-                return port
 
 
 @pytest.fixture(scope="module")
