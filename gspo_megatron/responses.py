@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo_megatron.engine import RolloutError
+from gspo_megatron.routed_experts import RouteFormat, pack_routes
 
 MAX_LOGPROB = 1e-6
 """A certain token's log-prob may round to just above 0."""
@@ -31,6 +32,10 @@ class Expected:
     """Lowest weight_version that a token may have."""
     newest_version: int
     """Highest weight_version that a token may have."""
+    num_input_tokens: int = 0
+    """Of the request: routes cover them, too."""
+    routes: RouteFormat | None = None
+    """Of the model where routes were asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +49,10 @@ class Segment:
     """That produced each token; never falls."""
     finish_reason: str = ABORT
     """`stop` (a stop token, the last), `length` or ABORT."""
+    num_retractions: int = 0
+    """How often SGLang took it out of its batch and computed it anew: at a push, or for want of memory."""
+    routed_experts: bytes | None = None
+    """As Rollout's, of the request's input and these tokens; None where routes were not asked for, and on ABORT."""
 
     def then(self, later: Segment) -> Segment:
         """This one, which was aborted, and what was sampled after it."""
@@ -52,6 +61,8 @@ class Segment:
             logprobs=self.logprobs + later.logprobs,
             weight_versions=self.weight_versions + later.weight_versions,
             finish_reason=later.finish_reason,
+            num_retractions=self.num_retractions + later.num_retractions,
+            routed_experts=later.routed_experts,  # these have all of the sequence
         )
 
 
@@ -65,6 +76,7 @@ def parse_segment(answer: Any, *, where: str, expected: Expected) -> Segment:
         ids, meta = answer["output_ids"], answer["meta_info"]
         pairs = [(logprob, token_id) for logprob, token_id, _ in meta["output_token_logprobs"]]
         finish = dict(meta["finish_reason"])
+        num_retractions = int(meta["num_retractions"])
         spans = [(s["version"], s["start"], s["end"]) for s in meta["weight_versions"]]
     except (KeyError, TypeError, ValueError) as error:
         raise RolloutError(f"{where}: not an answer of /generate ({error!r}): {str(answer)[:500]}") from error
@@ -76,11 +88,20 @@ def parse_segment(answer: Any, *, where: str, expected: Expected) -> Segment:
     )
     if problem:
         raise RolloutError(f"{where}: {problem}")
+    finish_reason, routed_experts = _finish_reason(finish, ids, expected), None
+    if expected.routes is not None and finish_reason != ABORT:
+        try:
+            num_tokens = expected.num_input_tokens + len(ids)
+            routed_experts = pack_routes(meta.get("routed_experts"), num_tokens, expected.routes)
+        except ValueError as error:
+            raise RolloutError(f"{where}: {error}") from error
     return Segment(
         token_ids=tuple(ids),
         logprobs=tuple(logprob for logprob, _ in pairs),
         weight_versions=tuple(int(version) for version, start, end in spans for _ in range(start, end)),
-        finish_reason=_finish_reason(finish, ids, expected),
+        finish_reason=finish_reason,
+        num_retractions=num_retractions,
+        routed_experts=routed_experts,
     )
 
 

@@ -21,6 +21,7 @@ from gspo_megatron.config import Recipe
 from gspo_megatron.engine import RolloutError, post
 from gspo_megatron.fleet import Fleet, Server
 from gspo_megatron.responses import ABORT, Expected, Segment, parse_segment
+from gspo_megatron.routed_experts import RouteFormat
 from gspo_megatron.types import Prompt, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class Part:
     it was cut."""
     max_tokens: int
     """How far to go at most."""
+    routes: RouteFormat | None = None
+    """Of the model where the routes of the whole sequence are wanted, for all parts of a request or for none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +86,8 @@ class Client:
 
     Attributes:
         events: counts of `retries` (requests sent again after a failure), `continued` (responses sent on after a push
-            had aborted them), `rejected` (servers that the run stopped sending to).
+            had aborted them), `retracted` (responses that a server computed anew), `rejected` (servers that the run
+            stopped sending to).
         may_wait: False stops the clock of the wait for a ready server; where no one could make a server ready.
     """
 
@@ -113,13 +117,16 @@ class Client:
         events, self.events = self.events, Counter()
         return events
 
-    async def sample_group(self, prompt: Prompt, seeds: Sequence[int], *, temperature: float) -> RolloutGroup:
+    async def sample_group(
+        self, prompt: Prompt, seeds: Sequence[int], *, temperature: float, routes: RouteFormat | None = None
+    ) -> RolloutGroup:
         """Sample one response for each seed.
 
         Args:
             prompt: its text and ids.
             seeds: of the responses, in their order.
             temperature: divides the logits.
+            routes: of the model where the rollouts want routed_experts.
 
         Raises:
             ValueError: the prompt is empty or has ids outside the vocabulary.
@@ -132,7 +139,9 @@ class Client:
                 f"[0, {self._vocabulary.size})"
             )
         limit = self._cfg.max_response_tokens
-        parts = [Part(input_ids=prompt.token_ids, sampling_seed=seed, max_tokens=limit) for seed in seeds]
+        parts = [
+            Part(input_ids=prompt.token_ids, sampling_seed=seed, max_tokens=limit, routes=routes) for seed in seeds
+        ]
         segments = await self.sample(parts, temperature=temperature, where=f"prompt {prompt.prompt_id}")
         rollouts = (self._rollout(segment, seed) for segment, seed in zip(segments, seeds, strict=True))
         return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
@@ -146,6 +155,7 @@ class Client:
             finish_reason=segment.finish_reason,
             text=self._vocabulary.decode(ids[:-1] if is_stopped else ids),
             sampling_seed=seed,
+            routed_experts=segment.routed_experts,
         )
 
     async def sample(self, parts: Sequence[Part], *, temperature: float, where: str) -> list[Segment]:
@@ -174,6 +184,7 @@ class Client:
                 )
             for i, segment in zip(open_parts, later, strict=True):
                 segments[i] = segments[i].then(segment)
+            self.events["retracted"] += sum(segment.num_retractions > 0 for segment in later)
             num_aborted = sum(segment.finish_reason == ABORT for segment in later)
             if num_aborted:
                 self.events["continued"] += num_aborted
@@ -246,6 +257,7 @@ class Client:
                 {**sampling, "max_new_tokens": part.max_tokens, "sampling_seed": part.sampling_seed} for part in parts
             ],
             "return_logprob": True,
+            **({"return_routed_experts": True} if parts[0].routes is not None else {}),
         }
 
     async def _ready_server(self, cost: int, near: Server | None, failed: Counter[str]) -> tuple[Server, int]:
@@ -296,7 +308,16 @@ class Client:
             newest_version=self._fleet.newest_version,
         )
         return [
-            parse_segment(one, where=f"{at}, part {i}", expected=replace(expected, max_tokens=part.max_tokens))
+            parse_segment(
+                one,
+                where=f"{at}, part {i}",
+                expected=replace(
+                    expected,
+                    max_tokens=part.max_tokens,
+                    num_input_tokens=len(part.input_ids),
+                    routes=part.routes,
+                ),
+            )
             for i, (one, part) in enumerate(zip(answer, parts, strict=True))
         ]
 
