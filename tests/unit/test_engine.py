@@ -50,6 +50,12 @@ def test_server_multiplies_by_its_head_as_the_trainer_does(dtype, fp32_lm_head, 
     assert ("--enable-fp32-lm-head" in given) == is_asked_for
 
 
+def test_server_returns_routes_where_the_trainer_replays_them():
+    flag = "--enable-return-routed-experts"
+    given = {replay: arguments(f"loss.routing_replay={replay}") for replay in ("none", "r2", "r3")}
+    assert {replay: flag in found for replay, found in given.items()} == {"none": False, "r2": False, "r3": True}
+
+
 def test_a_key_that_the_user_set_is_not_overridden():
     given = arguments("rollout.sglang={attention_backend: intel_amx, sleep_on_idle: false, log_level_http: info}")
     assert value_of("--attention-backend", given) == "intel_amx"
