@@ -33,9 +33,9 @@ class Expected:
     newest_version: int
     """Highest weight_version that a token may have."""
     num_input_tokens: int = 0
-    """Of the request: routes cover them, too."""
+    """Of the request; the routes are of these, too."""
     routes: RouteFormat | None = None
-    """Of the model where routes were asked for."""
+    """Of the model, where the request asked for routes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ class Segment:
     num_retractions: int = 0
     """How often SGLang took it out of its batch and computed it anew: at a push, or for want of memory."""
     routed_experts: bytes | None = None
-    """As Rollout's, of the request's input and these tokens; None where routes were not asked for, and on ABORT."""
+    """As Rollout's, of the request's input and of these tokens; None unless asked for, and of an aborted segment."""
 
     def then(self, later: Segment) -> Segment:
         """This one, which was aborted, and what was sampled after it."""
@@ -62,7 +62,7 @@ class Segment:
             weight_versions=self.weight_versions + later.weight_versions,
             finish_reason=later.finish_reason,
             num_retractions=self.num_retractions + later.num_retractions,
-            routed_experts=later.routed_experts,  # these have all of the sequence
+            routed_experts=later.routed_experts,
         )
 
 

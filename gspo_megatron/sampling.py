@@ -246,7 +246,9 @@ class _Worker:
 
     async def _sample_group(self, prompt: Prompt, seeds: list[int]) -> RolloutGroup:
         cfg = self._recipe.rollout
-        group = await self._client.sample_group(prompt, seeds, temperature=cfg.temperature, routes=self._routes)
+        group = await self._client.sample_group(
+            prompt, seeds, temperature=cfg.temperature, routes=self._routes
+        )
         group = mark_too_short(group, cfg.min_response_tokens)
         return (await _scored([group]))[0]
 
