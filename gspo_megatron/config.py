@@ -161,11 +161,12 @@ class RolloutConfig:
     top_k: int = -1
     """Must be -1 (off), as top_p."""
     request_timeout_s: float = 120.0
-    """Limit of one generate request, seconds."""
+    """Limit of one generate request, seconds. Wants to be longer than the longest response and a push together."""
     max_concurrency: int = 64
     """Requests in flight."""
     max_retries: int = 2
-    """Further tries of a request after a connection error or status 5xx."""
+    """Further tries of a request that was not answered in time, or with a status 5xx or what a check refuses. Lost
+    connections do not count: servers are restarted, up to max_restarts."""
     groups_dir: str | None = None
     """Where `--only train` reads RolloutGroups: another run's rollouts folder."""
     sglang: dict[str, Any] = field(default_factory=dict)
