@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.config import BatchConfig
+from gspo_megatron.routed_experts import RouteFormat, lay_out_routes
 from gspo_megatron.types import Microbatch, RolloutGroup, TrainBatch
 
 
@@ -64,6 +65,8 @@ class TrainSequence:
     """One per response token, False on holes: context that the policy did not sample; None: no holes."""
     ref_logprobs: tuple[float, ...] | None = None
     """Nats, one per response token; of all sequences of an optimizer step or of none."""
+    routed_experts: bytes | None = None
+    """As Rollout's; read where routes are replayed, and then wanted."""
 
     @property
     def num_tokens(self) -> int:
@@ -76,7 +79,9 @@ class TrainSequence:
         return len(self.response_ids) if self.response_mask is None else sum(self.response_mask)
 
 
-def make_batches(groups: list[RolloutGroup], cfg: BatchConfig, layout: BatchLayout) -> list[TrainBatch]:
+def make_batches(
+    groups: list[RolloutGroup], cfg: BatchConfig, layout: BatchLayout, *, routes: RouteFormat | None = None
+) -> list[TrainBatch]:
     """This rank's batches of one rollout, one per optimizer step: the groups in order, in equal parts of whole groups.
 
     A filtered rollout is in no batch, and so not in N. A part with nothing but filtered rollouts is left out, so that
@@ -92,7 +97,7 @@ def make_batches(groups: list[RolloutGroup], cfg: BatchConfig, layout: BatchLayo
         )
     parts = [_sequences(groups[i * size : (i + 1) * size]) for i in range(cfg.num_minibatches)]
     return [
-        pack_batch(part, cfg.max_tokens_per_microbatch, layout, minibatch_index=i, mode=cfg.mode)
+        pack_batch(part, cfg.max_tokens_per_microbatch, layout, minibatch_index=i, mode=cfg.mode, routes=routes)
         for i, part in enumerate(filter(None, parts))
     ]
 
@@ -104,6 +109,7 @@ def pack_batch(
     *,
     minibatch_index: int,
     mode: Literal["packed", "padded"] = "packed",
+    routes: RouteFormat | None = None,
 ) -> TrainBatch:
     """This rank's part of one optimizer step's sequences, as microbatches.
 
@@ -118,15 +124,19 @@ def pack_batch(
         layout: this rank's place.
         minibatch_index: place of the optimizer step within its rollout.
         mode: as BatchConfig.mode.
+        routes: of the model where SGLang's routes are replayed (R3), else None.
 
     Raises:
         ValueError: no sequences; a budget below what the layout aligns to; a sequence beyond the budget, without
-            prompt, or with values that do not fit its response; reference log-probs of some sequences only.
+            prompt, or with values that do not fit its response; reference log-probs of some sequences only; routes
+            that are missing or of other tokens.
     """
     if not sequences:
         raise ValueError(f"minibatch {minibatch_index}: has no sequences")
     for sequence in sequences:
         _check_sequence(sequence, has_ref=sequences[0].ref_logprobs is not None)
+        if routes is not None:
+            _check_routes(sequence, routes)
     padded = [_pad_up(s.num_tokens, layout.padding_multiple) for s in sequences]
     limit = max_tokens_per_microbatch * layout.cp_size
     budget = limit - limit % layout.microbatch_padding_multiple
@@ -139,7 +149,7 @@ def pack_batch(
         bins, num_rows = _deal(len(sequences), budget // row_length, layout)
     num_tokens = sum(s.num_tokens for s in sequences)
     return TrainBatch(
-        microbatches=[_pack(sequences, own, layout, row_length, num_rows) for own in _own(bins, layout)],
+        microbatches=[_pack(sequences, own, layout, row_length, num_rows, routes) for own in _own(bins, layout)],
         num_responses=len(sequences),
         num_tokens=num_tokens,
         num_response_tokens=sum(s.response_length for s in sequences),
@@ -167,6 +177,7 @@ def _sequences(groups: list[RolloutGroup]) -> list[TrainSequence]:
                     token_advantages=rollout.token_advantages,
                     response_mask=rollout.response_mask,
                     ref_logprobs=rollout.ref_logprobs,
+                    routed_experts=rollout.routed_experts,
                 )
             )
     return sequences
@@ -191,6 +202,20 @@ def _check_sequence(sequence: TrainSequence, *, has_ref: bool) -> None:
         raise ValueError(
             f"{sequence.name}: has {'no ' if has_ref else ''}ref_logprobs, unlike the sequences before it; "
             "wants them of every sequence of an optimizer step (KL penalty) or of none"
+        )
+
+
+def _check_routes(sequence: TrainSequence, routes: RouteFormat) -> None:
+    if sequence.routed_experts is None:
+        raise ValueError(
+            f"{sequence.name}: has no routed_experts, which loss.routing_replay: r3 replays; "
+            "wants rollouts that were sampled with it"
+        )
+    got, wants = len(sequence.routed_experts), routes.num_bytes(sequence.num_tokens)
+    if got != wants:
+        raise ValueError(
+            f"{sequence.name}: has {got} bytes of routed_experts, wants {wants} for "
+            f"[tokens - 1, MoE layers, topk] = {list(routes.shape(sequence.num_tokens))}"
         )
 
 
@@ -256,7 +281,12 @@ def _own(bins: list[list[int]], layout: BatchLayout) -> list[list[int]]:
 
 
 def _pack(
-    sequences: list[TrainSequence], members: list[int], layout: BatchLayout, row_length: int | None, num_rows: int
+    sequences: list[TrainSequence],
+    members: list[int],
+    layout: BatchLayout,
+    row_length: int | None,
+    num_rows: int,
+    routes: RouteFormat | None,
 ) -> Microbatch:
     """The microbatch of some of the optimizer step's sequences, by their place in it; dummies fill up to num_rows."""
     multiple = layout.microbatch_padding_multiple
@@ -270,11 +300,11 @@ def _pack(
         padded[-1] += -sum(padded) % multiple
     else:
         padded = [row_length] * num_rows
-    laid_out = [_lay_out(s, i, length) for i, (s, length) in enumerate(zip(rows, padded, strict=True))]
+    laid_out = [_lay_out(s, i, length, routes) for i, (s, length) in enumerate(zip(rows, padded, strict=True))]
     for fields, number in zip(laid_out, numbers, strict=True):
         fields["is_padding_T"] |= number < 0
     fields_T = {name: torch.cat([_context_slice(fields[name], layout) for fields in laid_out]) for name in laid_out[0]}
-    ref_logprobs_T = fields_T.pop("ref_logprobs_T")
+    ref_logprobs_T, routes_T = fields_T.pop("ref_logprobs_T"), fields_T.pop("rollout_routes_T", None)
     return Microbatch(
         **fields_T,
         response_length_B=torch.tensor([s.response_length for s in rows]),
@@ -282,6 +312,7 @@ def _pack(
         advantages_B=torch.tensor([s.advantage for s in rows], dtype=torch.float32),
         old_logprobs_T=None,
         ref_logprobs_T=None if sequences[0].ref_logprobs is None else ref_logprobs_T,
+        rollout_routes_T=routes_T,
         routed_experts=None,
         row_length=row_length,
         cu_seqlens=_starts(unpadded),
@@ -291,7 +322,7 @@ def _pack(
     )
 
 
-def _lay_out(sequence: TrainSequence, index: int, length: int) -> dict[str, Tensor]:
+def _lay_out(sequence: TrainSequence, index: int, length: int, routes: RouteFormat | None) -> dict[str, Tensor]:
     """The [L] fields of one whole padded sequence; position t predicts token t + 1."""
     n, first = sequence.num_tokens, len(sequence.prompt_ids) - 1
     tokens, labels, response_index = torch.zeros(3, length, dtype=torch.int64)
@@ -309,7 +340,7 @@ def _lay_out(sequence: TrainSequence, index: int, length: int) -> dict[str, Tens
             field[first : n - 1] = torch.tensor(values, dtype=torch.float32)
         return torch.where(mask, field, 0.0)
 
-    return {
+    fields = {
         "tokens_T": tokens,
         "labels_T": labels,
         "position_ids_T": position,
@@ -320,6 +351,9 @@ def _lay_out(sequence: TrainSequence, index: int, length: int) -> dict[str, Tens
         "advantages_T": per_token(sequence.token_advantages, sequence.advantage),
         "is_padding_T": position >= n,
     }
+    if routes is not None:
+        fields["rollout_routes_T"] = lay_out_routes(sequence.routed_experts, n, length, routes)
+    return fields
 
 
 def _context_slice(field_L: Tensor, layout: BatchLayout) -> Tensor:

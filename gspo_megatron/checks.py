@@ -12,6 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from gspo_megatron.cluster_checks import check_placement
 from gspo_megatron.config import ConfigError, Recipe
 from gspo_megatron.objective_checks import check_mcore, check_objective
 
@@ -37,7 +38,7 @@ DERIVED_MCORE_KEYS = frozenset(
 # ServerArgs fields that engine.py sets.
 DERIVED_SGLANG_KEYS = frozenset(
     "model_path tokenizer_path host port device dtype random_seed weight_version api_key served_model_name "
-    "load_format skip_tokenizer_init enable_fp32_lm_head".split()
+    "load_format skip_tokenizer_init enable_fp32_lm_head enable_return_routed_experts enable_memory_saver".split()
 )
 
 
@@ -87,8 +88,8 @@ def check_recipe(recipe: Recipe) -> list[str]:
     """Every problem of a well-typed recipe."""
     problems = _check_ranges(recipe)
     if not problems:
-        problems = _check_parallel(recipe) + _check_sizes(recipe) + _check_model(recipe)
-        problems += check_objective(recipe) + check_mcore(recipe)
+        problems = _check_parallel(recipe) + _check_sizes(recipe) + _check_sampling(recipe) + _check_model(recipe)
+        problems += check_objective(recipe) + check_mcore(recipe) + check_placement(recipe)
     mcore = upstream_fields("megatron-core", "megatron/core/transformer/transformer_config.py")
     mcore |= upstream_fields("megatron-core", "megatron/core/model_parallel_config.py")
     problems += _check_passed_through("model.mcore", recipe.model.mcore, DERIVED_MCORE_KEYS, mcore)
@@ -231,6 +232,42 @@ def _check_sizes(recipe: Recipe) -> list[str]:
     return problems
 
 
+def _check_sampling(recipe: Recipe) -> list[str]:
+    r = recipe.rollout
+    problems = []
+    if r.min_response_tokens > r.max_response_tokens:
+        problems.append(
+            f"rollout.min_response_tokens={r.min_response_tokens}: is above "
+            f"rollout.max_response_tokens={r.max_response_tokens}, so every response would be filtered"
+        )
+    for key, value in (("oversample_prompts", r.oversample_prompts), ("max_prompts_per_step", r.max_prompts_per_step)):
+        if value and not r.dynamic_sampling:
+            problems.append(f"rollout.{key}={value}: has no effect without rollout.dynamic_sampling; set it to 0")
+    if r.max_prompts_per_step and r.max_prompts_per_step < r.num_prompts + r.oversample_prompts:
+        problems.append(
+            f"rollout.max_prompts_per_step={r.max_prompts_per_step}: wants at least num_prompts + oversample_prompts, "
+            f"{r.num_prompts + r.oversample_prompts}"
+        )
+    if r.dynamic_sampling and recipe.reward.permute:
+        problems.append(
+            "rollout.dynamic_sampling: chooses groups by their rewards, and reward.permute gives the rewards to other "
+            "responses afterwards; set one of them to false"
+        )
+    if recipe.cluster.max_policy_lag and r.pause_mode == "in_place":
+        if r.flush_cache:
+            problems.append(
+                "rollout.flush_cache=True: SGLang refuses it while requests run, as they do with pause_mode in_place; "
+                "set it to false"
+            )
+        if r.sglang.get("disable_overlap_schedule") is not True:
+            problems.append(
+                "rollout.pause_mode=in_place: with SGLang's overlap schedule the token that is under way at a push is "
+                "of the old weights and carries the new weight_version; set rollout.sglang.disable_overlap_schedule "
+                "to true"
+            )
+    return problems
+
+
 def is_hf_weights(folder: Path) -> bool:
     """Whether model.load names a Hugging Face directory."""
     return any(folder.glob("*.safetensors"))
@@ -262,7 +299,8 @@ def _check_model(recipe: Recipe) -> list[str]:
         return [f"model.hf_dir={hf_dir}: config.json is not JSON ({error})"]
     if not isinstance(config, dict):
         return [f"model.hf_dir={hf_dir}: config.json holds no object"]
-    return _check_layout(recipe, config) + _check_attention(recipe, config)
+    problems = _check_layout(recipe, config) + _check_attention(recipe, config)
+    return problems + _check_stop_tokens(recipe, config) + _check_routes(recipe, config)
 
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -304,6 +342,25 @@ def _check_layout(recipe: Recipe, config: dict[str, Any]) -> list[str]:
             fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             problems.append(f"parallel.{key}={size}: does not divide {name}={count}; use one of {fitting}")
     return problems
+
+
+def _check_stop_tokens(recipe: Recipe, config: dict[str, Any]) -> list[str]:
+    size = config.get("vocab_size")
+    wrong = [i for i in recipe.rollout.stop_token_ids if not (isinstance(size, int) and 0 <= i < size)]
+    return [f"rollout.stop_token_ids: has {wrong}, wants ids in [0, vocab_size={size})"] if wrong else []
+
+
+def _check_routes(recipe: Recipe, config: dict[str, Any]) -> list[str]:
+    """Whether the model has routes to replay, and SGLang records them."""
+    replay, model_type = recipe.loss.routing_replay, config.get("model_type")
+    if replay != "none" and not any(name in config for name in _NUM_EXPERTS):
+        return [f"loss.routing_replay={replay}: {model_type} has no experts; wants none"]
+    if replay == "r3" and model_type == "mixtral":
+        return [
+            "loss.routing_replay=r3: SGLang 0.5.21 records mixtral's routes without their layer (models/mixtral.py); "
+            "wants r2 or none"
+        ]
+    return []
 
 
 def _check_attention(recipe: Recipe, config: dict[str, Any]) -> list[str]:

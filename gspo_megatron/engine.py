@@ -9,24 +9,31 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from gspo_megatron.config import ConfigError, Recipe
+from gspo_megatron.process import interface_variables
 from gspo_megatron.sglang_cpu import DEVICE_VARIABLE
 
 LOG_LINES, LOG_COLUMNS = 20, 300
 """How much of the server's log an error quotes."""
+WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
+"""SGLang's tags of device memory that a server can release (srt/constants.py)."""
 PROBE_TEMPERATURE = 100.0
 """Flattens any model's distribution, so that equal tokens of two probes mean equal seeds and nothing else."""
+FIRST_FREE_PORT, FREE_PORT_TRIES = 20000, 100
+"""Where and how often a free port is looked for."""
 WATCHDOG = 'read -r _; kill -9 "-$0"'
 """Reads until its writer (the process that started the server) is gone, then ends the server's process group."""
 
@@ -34,10 +41,13 @@ WATCHDOG = 'read -r _; kill -9 "-$0"'
 class RolloutError(RuntimeError):
     """A server did not do what it was asked; the message names URL, status and answer."""
 
-    def __init__(self, message: str, *, retryable: bool = False) -> None:
+    def __init__(self, message: str, *, retryable: bool = False, is_lost: bool = False) -> None:
         super().__init__(message)
         self.retryable = retryable
-        """True after a connection error, a timeout or a status 5xx: the same request may succeed later."""
+        """True after a connection error, a timeout, a status 5xx or a garbled answer: the same request may succeed
+        later."""
+        self.is_lost = is_lost
+        """True after a connection error: there may be no server any more."""
 
 
 def server_arguments(
@@ -57,6 +67,8 @@ def server_arguments(
         "device": recipe.device,
         "dtype": recipe.model.dtype,
         "enable_fp32_lm_head": recipe.model.fp32_lm_head and recipe.model.dtype != "float32",
+        "enable_return_routed_experts": recipe.loss.routing_replay == "r3",
+        "enable_memory_saver": recipe.cluster.placement == "colocated",
         "random_seed": recipe.seed,
         "weight_version": str(weight_version),
     }
@@ -78,14 +90,22 @@ def server_environment(recipe: Recipe, inherited: Mapping[str, str], *, cuda_dev
     """The server's environment: what is inherited, less what would change results, plus what the device needs.
 
     Args:
-        recipe: its device is used.
+        recipe: its device and cluster.network_interface are used.
         inherited: this process's environment.
         cuda_devices: what the server sees, as CUDA_VISIBLE_DEVICES has it.
 
     Raises:
-        ConfigError: an SGLANG_* variable is inherited that this project does not set to the same value.
+        ConfigError: an SGLANG_* variable is inherited that this project does not set to the same value,
+            cluster.network_interface is none of this machine's, or torch's allocator is set to what colocated servers
+            cannot work with.
     """
-    own = {"CUDA_VISIBLE_DEVICES": cuda_devices, DEVICE_VARIABLE: recipe.device}
+    own = {
+        "CUDA_VISIBLE_DEVICES": cuda_devices,
+        DEVICE_VARIABLE: recipe.device,
+        **interface_variables(recipe.cluster.network_interface),
+    }
+    if recipe.cluster.placement == "colocated":
+        _check_allocator(inherited)
     if recipe.device == "cpu":
         own |= {
             "HF_HUB_OFFLINE": "1",
@@ -103,23 +123,50 @@ def server_environment(recipe: Recipe, inherited: Mapping[str, str], *, cuda_dev
     return {**kept, **own}
 
 
+def _check_allocator(inherited: Mapping[str, str]) -> None:
+    """Refuse torch's expandable segments: torch-memory-saver 0.0.10 does, and a server cannot open them over IPC."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in inherited.get(name, "").replace(" ", "").lower():
+            raise ConfigError(
+                f"environment: {name}={inherited[name]}: with cluster.placement: colocated servers cannot release "
+                "memory of expandable segments; unset it"
+            )
+
+
 def take_port(host: str, port: int) -> int:
     """The port, after a look whether it can be bound; a free one for 0.
 
     Raises:
         ConfigError: something listens there, or the host is not this machine's.
     """
+    if port == 0:
+        return _free_port(host)
+    try:
+        return _bound_port(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.server_port={port}: port is in use on {host} or cannot be bound ({error.strerror}); "
+            "stop what listens there, or set cluster.server_port to another port or to 0 for a free one"
+        ) from error
+
+
+def _free_port(host: str) -> int:
+    """One that Linux gives to no outgoing connection, since a server takes its port many seconds later."""
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = range(FIRST_FREE_PORT, first_outgoing)
+    for port in random.SystemRandom().sample(candidates, min(FREE_PORT_TRIES, len(candidates))):
+        with suppress(OSError):
+            return _bound_port(host, port)
+    return _bound_port(host, 0)
+
+
+def _bound_port(host: str, port: int) -> int:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except socket.gaierror as error:
             raise ConfigError(f"cluster.host={host}: is no address of this machine ({error.strerror})") from error
-        except OSError as error:
-            raise ConfigError(
-                f"cluster.server_port={port}: port is in use on {host} or cannot be bound ({error.strerror}); "
-                "stop what listens there, or set cluster.server_port to another port or to 0 for a free one"
-            ) from error
         return int(probe.getsockname()[1])
 
 
@@ -221,6 +268,18 @@ class Engine:
                 f"{other}; gspo_megatron.sglang_cpu.plugin did not take effect; {self._log_tail()}"
             )
 
+    def check_health(self, timeout_s: float) -> None:
+        """Deep probe: passes when the server samples a token for it, or answers others meanwhile.
+
+        Raises:
+            RolloutError: no answer within timeout_s, or one that says that nothing was sampled.
+        """
+        asyncio.run(self._check_health(timeout_s))
+
+    async def _check_health(self, timeout_s: float) -> None:
+        async with aiohttp.ClientSession() as session:
+            await get(session, self.url + "/health_generate", timeout_s=timeout_s)
+
     async def _probe(self, session: aiohttp.ClientSession, *, seed: int, timeout_s: float) -> list[int]:
         sampling = {"temperature": PROBE_TEMPERATURE, "max_new_tokens": 8, "ignore_eos": True, "sampling_seed": seed}
         body = {"input_ids": [0], "sampling_params": sampling}
@@ -271,27 +330,41 @@ def session_members(session: int) -> list[int]:
     return members
 
 
+async def get(session: aiohttp.ClientSession, url: str, *, timeout_s: float) -> Any:
+    """GET; returns and raises as post."""
+    return await _request(session, "GET", url, None, timeout_s)
+
+
 async def post(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any], *, timeout_s: float) -> Any:
     """POST JSON; returns the JSON answer, or the text of an answer that is not JSON.
 
     Raises:
         RolloutError: no answer within timeout_s, no connection, or a status other than 200.
     """
+    return await _request(session, "POST", url, body, timeout_s)
+
+
+async def _request(
+    session: aiohttp.ClientSession, method: str, url: str, body: Mapping[str, Any] | None, timeout_s: float
+) -> Any:
     try:
-        async with session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with session.request(method, url, json=body, timeout=timeout) as response:
             text = await response.text()
     except TimeoutError as error:
-        raise RolloutError(f"POST {url}: no answer within {timeout_s:g} s", retryable=True) from error
+        raise RolloutError(f"{method} {url}: no answer within {timeout_s:g} s", retryable=True) from error
     except aiohttp.ClientError as error:
-        raise RolloutError(f"POST {url}: {type(error).__name__}: {error}", retryable=True) from error
+        raise RolloutError(f"{method} {url}: {type(error).__name__}: {error}", retryable=True, is_lost=True) from error
     if response.status != 200:
-        raise RolloutError(f"POST {url}: status {response.status}: {text[:2000]}", retryable=response.status >= 500)
+        is_retryable = response.status >= 500
+        raise RolloutError(f"{method} {url}: status {response.status}: {text[:2000]}", retryable=is_retryable)
     if response.content_type != "application/json":
         return text
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise RolloutError(f"POST {url}: status 200, but the answer is not JSON: {text[:2000]}") from error
+        message = f"{method} {url}: status 200, but the answer is not JSON: {text[:2000]}"
+        raise RolloutError(message, retryable=True) from error
 
 
 class ServerClient:
@@ -325,18 +398,36 @@ class ServerClient:
         """Drop all cached keys and values; refused while requests run."""
         await self._call("flush_cache")
 
+    async def release_memory_occupation(self, tags: Sequence[str]) -> None:
+        """Give device memory back to the device; what was in it is lost.
+
+        weights: the parameters. SGLang copies the model's buffers aside and puts them back.
+        kv_cache: the pool of keys and values; the cache is flushed.
+        cuda_graph: what captured graphs keep, where SGLang captured them for it: SGLANG_MEMORY_SAVER_CUDA_GRAPH, with
+        which a server of 0.5.21 does not start unless its default graphs for prefill are switched off. Otherwise
+        nothing happens, and graphs stay on the device; they are valid again once weights and kv_cache are resumed,
+        which get their old addresses.
+
+        A server without enable_memory_saver, which on a CPU is every one, answers 200 and keeps its memory.
+
+        Args:
+            tags: none of them released at present. The server has to be paused (pause_generation, retract or
+                in_place): a request that runs fails an assertion in its scheduler, which ends the server.
+        """
+        await self._call("release_memory_occupation", tags=list(tags))
+
+    async def resume_memory_occupation(self, tags: Sequence[str]) -> None:
+        """Take released device memory again, at the old addresses; the contents are undefined.
+
+        Args:
+            tags: all of them released: another one is a KeyError in the server's scheduler, which ends the server.
+        """
+        await self._call("resume_memory_occupation", tags=list(tags))
+
     async def weight_version(self) -> int:
         """The version that the server reports for its weights."""
-        url = f"{self.url}/model_info"
-        try:
-            timeout = aiohttp.ClientTimeout(total=self.timeout_s)
-            async with self.session.get(url, timeout=timeout) as response:
-                text = await response.text()
-        except (TimeoutError, aiohttp.ClientError) as error:
-            raise RolloutError(f"GET {url}: {type(error).__name__}: {error}", retryable=True) from error
-        if response.status != 200:
-            raise RolloutError(f"GET {url}: status {response.status}: {text[:2000]}")
-        return int(json.loads(text)["weight_version"])
+        info = await get(self.session, f"{self.url}/model_info", timeout_s=self.timeout_s)
+        return int(info["weight_version"])
 
     async def update_weight_version(self, weight_version: int) -> None:
         """Set the version that tokens carry from now on; returns when the server's schedulers have it."""

@@ -13,12 +13,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -32,16 +32,16 @@ from gspo_megatron.convert.mcore_layout import HF_SUBFOLDER, resolve_folder
 from gspo_megatron.convert.ops import ConversionError, check_names_and_shapes
 from gspo_megatron.convert.to_hf import check_mcore_names_and_shapes, may_be_padded
 from gspo_megatron.convert.to_mcore import check_weight_dtypes
-from gspo_megatron.engine import Engine, RolloutError, server_environment, take_port
+from gspo_megatron.engine import RolloutError, server_environment, take_port
+from gspo_megatron.fleet import NO_VERSION, Fleet
 from gspo_megatron.mcore.rank import ERROR_PREFIX
 from gspo_megatron.objective_checks import warnings_of
-from gspo_megatron.process import Torchrun, assign_devices, trainer_environment
+from gspo_megatron.process import RunError, Torchrun, assign_devices, trainer_environment
 from gspo_megatron.sampling import Sampler, step_file
+from gspo_megatron.supervisor import Supervisor
 
-GRACE_S = 15.0
-"""After a server died the trainer gets this long to say so itself."""
-
-
+WATCH_INTERVAL_S = 0.2
+"""Between two looks at what was started."""
 _SIGNAL = re.compile(r"Signal (\d+) \(\w+\) received by PID \d+")
 """How torchrun's closing summary names a rank that was killed."""
 _FOLLOWING_SIGNALS = (signal.SIGTERM, signal.SIGABRT)
@@ -51,8 +51,8 @@ _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 """torch writes it before each line of an uncaught error once the process group exists."""
 
 
-class RunError(RuntimeError):
-    """A started process failed; the message says which, why, and where its log is."""
+
+T = TypeVar("T")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -159,7 +159,7 @@ def run(recipe: Recipe, console: Console, *, only: str | None = None) -> None:
         RolloutError: a server did not start.
         RunError: the trainer or a server failed.
     """
-    trainer_environment(recipe.device, os.environ)
+    trainer_environment(recipe.device, os.environ, network_interface=recipe.cluster.network_interface)
     ports: list[int] = []
     if only == "train":
         check_saved_groups(recipe)
@@ -175,15 +175,19 @@ def run(recipe: Recipe, console: Console, *, only: str | None = None) -> None:
     model_dir = ensure_cold_start(recipe, config_path, console)
     check_weights(model_dir, Path(recipe.model.hf_dir))
     with ExitStack() as stack:
-        engines = start_servers(recipe, model_dir, ports, stack, console) if ports else []
+        supervisor = None
+        if ports:
+            supervisor = stack.enter_context(make_supervisor(recipe, model_dir, ports, console, only=only))
+            supervisor.start()
         if only == "rollout":
-            rollout_only(recipe, [e.url for e in engines], console)
+            assert supervisor is not None
+            rollout_only(recipe, supervisor, console)
             return
         arguments = ["--config", str(config_path), "--model-dir", str(model_dir)]
-        arguments += [item for e in engines for item in ("--server-url", e.url)]
+        arguments += ["--servers"] if supervisor is not None else []
         console.print(f"starting the trainer: {recipe.cluster.trainer_ranks} rank(s)")
         trainer = start_torchrun(recipe, "gspo_megatron.train", arguments, "trainer", stack)
-        watch(trainer, engines)
+        watch(trainer, supervisor)
     finish(recipe, console)
 
 
@@ -243,7 +247,7 @@ def ensure_cold_start(recipe: Recipe, config_path: Path, console: Console) -> Pa
             return out_dir
         console.print(f"cold start: {recipe.cold_start.num_steps} supervised steps into {out_dir}")
         arguments = ["--config", str(config_path)]
-        watch(start_torchrun(recipe, "gspo_megatron.cold_start", arguments, "cold_start", stack), [])
+        watch(start_torchrun(recipe, "gspo_megatron.cold_start", arguments, "cold_start", stack), None)
     return out_dir
 
 
@@ -262,30 +266,19 @@ def server_ports(recipe: Recipe) -> list[int]:
     return sorted(free)
 
 
-def start_servers(
-    recipe: Recipe, model_dir: Path, ports: Sequence[int], stack: ExitStack, console: Console
-) -> list[Engine]:
-    """Start a SGLang server on each port and wait until each answers; from a Megatron checkpoint, without weights."""
-    engines = []
-    has_weights = is_hf_weights(model_dir)
-    _, *devices = assign_devices(recipe, os.environ)
-    for i, (port, cuda_devices) in enumerate(zip(ports, devices, strict=True)):
-        log_path = recipe.run_dir / "logs" / f"server_{i}.log"
-        engine = Engine.start(
-            recipe,
-            model_dir=model_dir if has_weights else Path(recipe.model.hf_dir),
-            load_format="auto" if has_weights else "dummy",
-            port=port,
-            log_path=log_path,
-            cuda_devices=cuda_devices,
-        )
-        stack.callback(engine.stop)
-        engines.append(engine)
-    for engine in engines:
-        with console.status(f"starting the SGLang server at {engine.url}"):
-            engine.wait_ready(recipe.cluster.start_timeout_s)
-        console.print(f"SGLang ready at {engine.url}")
-    return engines
+def make_supervisor(
+    recipe: Recipe, model_dir: Path, ports: Sequence[int], console: Console, *, only: str | None
+) -> Supervisor:
+    """The servers, not started: without weights, which the trainer pushes; `--only rollout` has none, so with them."""
+    has_weights = only == "rollout"
+    return Supervisor(
+        recipe,
+        model_dir=model_dir if is_hf_weights(model_dir) else Path(recipe.model.hf_dir),
+        load_format="auto" if has_weights else "dummy",
+        weight_version=0 if has_weights else NO_VERSION,
+        ports=ports,
+        console=console,
+    )
 
 
 def start_torchrun(recipe: Recipe, module: str, arguments: list[str], log_name: str, stack: ExitStack) -> Torchrun:
@@ -298,31 +291,28 @@ def start_torchrun(recipe: Recipe, module: str, arguments: list[str], log_name: 
         num_ranks=recipe.cluster.trainer_ranks,
         host=host,
         port=take_port(host, 0),
-        environment=trainer_environment(recipe.device, os.environ, cuda_devices=cuda_devices),
+        environment=trainer_environment(
+            recipe.device,
+            os.environ,
+            cuda_devices=cuda_devices,
+            network_interface=recipe.cluster.network_interface,
+        ),
         log_path=recipe.run_dir / "logs" / f"{log_name}.log",
     )
     stack.callback(torchrun.stop)
     return torchrun
 
 
-def watch(trainer: Torchrun, engines: Sequence[Engine]) -> None:
-    """Wait for the trainer; a server that ends first is an error.
+def watch(trainer: Torchrun, supervisor: Supervisor | None) -> None:
+    """Wait for the trainer, and keep the servers up meanwhile.
 
     Raises:
-        RunError: the trainer failed or a server died.
+        RunError: the trainer failed, or a server that cannot be restarted.
     """
-    dead: Engine | None = None
-    deadline = float("inf")
-    while trainer.poll() is None and time.monotonic() < deadline:
-        if dead is None:
-            dead = next((e for e in engines if not e.is_alive()), None)
-            deadline = float("inf") if dead is None else time.monotonic() + GRACE_S
-        time.sleep(0.2)
-    if dead is not None:
-        raise RunError(
-            f"SGLang server {dead.url} ended with status {dead.process.returncode} during the run; "
-            f"see {dead.log_path} and {trainer.log_path}"
-        )
+    while trainer.poll() is None:
+        if supervisor is not None:
+            supervisor.check()
+        time.sleep(WATCH_INTERVAL_S)
     status = trainer.process.wait()
     if status != 0:
         cause = f"torchrun was killed by signal {-status}" if status < 0 else cause_of(trainer.log_path)
@@ -344,13 +334,28 @@ def cause_of(log_path: Path) -> str:
     return next(iter(signals + raised), "it printed no error")
 
 
-def rollout_only(recipe: Recipe, urls: list[str], console: Console) -> None:
-    """Sample, score and save every step's groups with the starting weights."""
-    sampler = Sampler(recipe, urls)
-    for step in range(1, recipe.train.num_rollout_steps + 1):
-        groups = sampler.score(sampler.rollout(sampler.take_prompts(), step, weight_version=0), step)
-        sampler.save(groups, step)
-        console.print(f"step {step:>4}  {sum(len(g.rollouts) for g in groups)} responses")
+def rollout_only(recipe: Recipe, supervisor: Supervisor, console: Console) -> None:
+    """Sample, score and save every step's groups with the starting weights, and keep the servers up meanwhile.
+
+    Raises:
+        RolloutError: from the sampling.
+        RunError: a server cannot be restarted.
+    """
+    fleet = Fleet(supervisor.folder)
+
+    def bring_up() -> None:  # a server reads the starting weights itself, also when it is restarted
+        fleet.confirm(fleet.announced(), 0)
+
+    def on_rank_0(fn: Callable[[], T]) -> T:
+        supervisor.check()
+        return fn()
+
+    bring_up()
+    with closing(Sampler(recipe, fleet, on_rank_0=on_rank_0, bring_up=bring_up, is_trained=False)) as sampler:
+        for step in range(1, recipe.train.num_rollout_steps + 1):
+            groups, _ = sampler.collect(step)
+            sampler.save(groups, step)
+            console.print(f"step {step:>4}  {sum(len(g.rollouts) for g in groups)} responses")
     console.print(f"rollout groups are in {recipe.run_dir / 'rollouts'}")
 
 

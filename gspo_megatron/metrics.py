@@ -4,6 +4,7 @@ A run's metrics.jsonl holds one JSON object (a row) per rollout step:
 
     {"rollout_step", "optimizer_step", "weight_version",      COUNTERS, always
      "reward_mean", ...,                                      METRICS["train"], absent when nothing was sampled
+     "rollout": null | {"num_asked", "policy_lag_max", ...},  METRICS["rollout"], null when no server was asked
      "minibatches": [{"loss", "clip_fraction_tokens", ...}],  METRICS["minibatch"], one object per optimizer step
      "stage_s": {"rollout": 3.1, ...},                        METRICS["seconds"], the stages that ran
      "evaluation": null | {"accuracy", ...}}                  METRICS["evaluation"]
@@ -13,8 +14,10 @@ The row of rollout_step 0 is the evaluation of the starting policy. Shapes: B = 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from tensorboardX import SummaryWriter
 
-from gspo_megatron.types import RolloutGroup, TrainState
+from gspo_megatron.advantage import OVERLONG
+from gspo_megatron.types import STALE, TOO_SHORT, Rollout, RolloutGroup, RolloutReport, TrainState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,6 +53,21 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("truncated_fraction", "share", "responses that end with finish reason length / responses"),
         Metric("filtered_fraction", "share", "responses taken out of the loss / responses"),
         Metric("num_response_tokens", "tokens", "sum over responses of the sampled tokens"),
+    ),
+    "rollout": (
+        Metric("num_asked", "responses", "asked of the servers for the step; the next six add up to it"),
+        Metric("num_used", "responses", "in the loss"),
+        Metric("num_overlong", "responses", "filtered: reached max_response_tokens (advantage.overlong_filter)"),
+        Metric("num_too_short", "responses", "filtered: below min_response_tokens"),
+        Metric("num_stale", "responses", "filtered: a token older than max_policy_lag"),
+        Metric("num_zero_spread", "responses", "dropped with their group by dynamic_sampling"),
+        Metric("num_surplus", "responses", "dropped, finished or not: sampled ahead and not needed"),
+        Metric("num_retries", "requests", "sent again after a failure since the row before"),
+        Metric("num_continued", "responses", "sent on after a push had aborted them since the row before"),
+        Metric("num_rejected", "servers", "taken out until the next push to them since the row before"),
+        Metric("policy_lag_mean", "pushes", "mean of trainer's less token's weight_version over tokens in the loss"),
+        Metric("policy_lag_max", "pushes", "max over the same tokens"),
+        Metric("mixed_version_fraction", "share", "responses with tokens of more than one version / used responses"),
     ),
     "minibatch": (
         Metric("clip_fraction_tokens", "share", "clipped tokens / response tokens"),
@@ -82,7 +101,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "seconds": tuple(
         Metric(stage, "s", "wall time of the stage on rank 0")
         for stage in (
-            "prompt", "rollout", "reference", "reward", "batch", "old_logprobs", "train", "weight_sync", "evaluate"
+            "rollout", "reference", "reward", "batch", "old_logprobs", "train", "weight_sync", "evaluate"
         )
     ),
     "evaluation": (
@@ -205,6 +224,48 @@ def summarize_groups(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     }
 
 
+def summarize_rollout(groups: Sequence[RolloutGroup], report: RolloutReport, trained_from: int) -> dict[str, float]:
+    """Reduce a rollout step's groups and report to METRICS["rollout"].
+
+    Args:
+        groups: with the reasons of filtered responses.
+        report: of the same step.
+        trained_from: weight_version that the step's training began at.
+
+    Raises:
+        ValueError: the responses do not add up.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    reasons = Counter(rollout.filtered_because for rollout in rollouts)
+    used = [rollout for rollout in rollouts if not rollout.is_filtered]
+    lags = [trained_from - version for rollout in used for version in _sampled_versions(rollout)]
+    fates = {
+        "num_used": len(used),
+        **{f"num_{reason}": reasons[reason] for reason in (OVERLONG, TOO_SHORT, STALE)},
+        "num_zero_spread": report.num_zero_spread,
+        "num_surplus": report.num_surplus,
+    }
+    if sum(fates.values()) != report.num_asked:
+        raise ValueError(f"{report.num_asked} responses were asked for, {fates} are accounted for")
+    mixed = sum(len(set(rollout.weight_versions)) > 1 for rollout in used)
+    return {
+        "num_asked": report.num_asked,
+        **fates,
+        "num_retries": report.num_retries,
+        "num_continued": report.num_continued,
+        "num_rejected": report.num_rejected,
+        "policy_lag_mean": sum(lags) / len(lags) if lags else 0.0,
+        "policy_lag_max": max(lags, default=0),
+        "mixed_version_fraction": mixed / len(used) if used else 0.0,
+    }
+
+
+def _sampled_versions(rollout: Rollout) -> Iterable[int]:
+    if rollout.response_mask is None:
+        return rollout.weight_versions
+    return itertools.compress(rollout.weight_versions, rollout.response_mask)
+
+
 def make_row(
     state: TrainState,
     *,
@@ -212,6 +273,7 @@ def make_row(
     minibatches: Sequence[Mapping[str, float]],
     stage_s: Mapping[str, float],
     evaluation: Mapping[str, float] | None,
+    report: RolloutReport | None = None,
 ) -> dict[str, Any]:
     """Build one row of metrics.jsonl.
 
@@ -221,6 +283,7 @@ def make_row(
         minibatches: per optimizer step, summarize_minibatch's result with loss, grad_norm, lr and packing_efficiency.
         stage_s: seconds of each stage that ran.
         evaluation: the fields of evaluate.Evaluation for the weights after the step, or None.
+        report: of what was asked of servers for the step; None where none was.
 
     Raises:
         ValueError: a name is not in METRICS or is missing, or a value is not finite; the message lists all.
@@ -231,6 +294,8 @@ def make_row(
         "weight_version": state.weight_version,
     }
     row |= summarize_groups(groups) if groups else {}
+    trained_from = state.weight_version - 1
+    row["rollout"] = None if report is None else summarize_rollout(groups, report, trained_from)
     row["minibatches"] = [dict(minibatch) for minibatch in minibatches]
     row["stage_s"] = dict(stage_s)
     row["evaluation"] = None if evaluation is None else dict(evaluation)
@@ -246,7 +311,7 @@ def check_row(row: Any) -> None:
     """
     if not isinstance(row, dict):
         raise ValueError(f"row is {type(row).__name__}, wants an object")
-    structure = ("minibatches", "stage_s", "evaluation")
+    structure = ("rollout", "minibatches", "stage_s", "evaluation")
     missing = [name for name in (*COUNTERS, *structure) if name not in row]
     if missing:
         raise ValueError(f"row misses {', '.join(missing)}")
@@ -260,8 +325,9 @@ def check_row(row: Any) -> None:
         for k, minibatch in enumerate(row["minibatches"], start=1):
             problems += _check_section("minibatch", minibatch, where=f"minibatches[{k}].")
     problems += _check_section("seconds", row["stage_s"], where="stage_s.", needs_all=False)
-    if row["evaluation"] is not None:
-        problems += _check_section("evaluation", row["evaluation"], where="evaluation.")
+    for section in ("rollout", "evaluation"):
+        if row[section] is not None:
+            problems += _check_section(section, row[section], where=f"{section}.")
     if problems:
         raise ValueError(f"row of rollout_step {row['rollout_step']}: " + "; ".join(problems))
 
@@ -322,6 +388,7 @@ class MetricsWriter:
 def _scalars(row: dict[str, Any]) -> Iterable[tuple[str, float]]:
     """TensorBoard's tags and values of a row."""
     yield from ((f"train/{name}", row[name]) for name in metric_names("train") if name in row)
+    yield from ((f"rollout/{name}", value) for name, value in (row["rollout"] or {}).items())
     for k, minibatch in enumerate(row["minibatches"], start=1):
         yield from ((f"{name}/minibatch_{k}", value) for name, value in minibatch.items())
     yield from ((f"seconds/{stage}", value) for stage, value in row["stage_s"].items())

@@ -93,20 +93,39 @@ _UNREPLAYABLE: dict[str, tuple[Any, str]] = {
 }
 """Keys of model.mcore under which megatron-core 0.19.2 chooses experts past the replay, other than by default."""
 
+_LOADED = "brings back keys and values without the routes that belong to them"
+_UNRECORDED: dict[str, tuple[Any, str]] = {
+    "pp_size": (1, "leaves each stage with the routes of its own layers only"),
+    "enable_two_batch_overlap": (False, "lets one half of a batch overwrite the other's routes"),
+    "speculative_algorithm": (None, "moves accepted tokens to places where their routes are not"),
+    "disaggregation_mode": ("null", _LOADED),
+    "enable_hierarchical_cache": (False, _LOADED),
+    "enable_lmcache": (False, _LOADED),
+    "enable_flexkv": (False, _LOADED),
+    "enable_unified_cache_external_linker": (False, _LOADED),
+    "radix_cache_backend": (None, _LOADED),
+}
+"""Keys of rollout.sglang under which SGLang 0.5.21 returns other routes than a token's, other than by default."""
+
 
 def _check_routing_replay(recipe: Recipe) -> list[str]:
     """What recorded routes cannot be combined with."""
-    if recipe.loss.routing_replay == "none":
+    replay = recipe.loss.routing_replay
+    if replay == "none":
         return []
-    problems = []
-    for key, (default, reason) in _UNREPLAYABLE.items():
-        value = recipe.model.mcore.get(key, default)
-        if value != default:
-            problems.append(f"model.mcore.{key}={value}: with loss.routing_replay: r2 it {reason}")
-    if recipe.loss.old_logprobs == "rollout":
+    refused = [("model.mcore", recipe.model.mcore, _UNREPLAYABLE)]
+    if replay == "r3":
+        refused.append(("rollout.sglang", recipe.rollout.sglang, _UNRECORDED))
+    problems = [
+        f"{section}.{key}={given[key]}: with loss.routing_replay: {replay} it {reason}"
+        for section, given, keys in refused
+        for key, (default, reason) in keys.items()
+        if given.get(key, default) != default
+    ]
+    if replay == "r2" and recipe.loss.old_logprobs == "rollout":
         problems.append(
             "loss.old_logprobs=rollout: leaves loss.routing_replay: r2 no old-log-prob pass to record; "
-            "wants recompute, or routing_replay: none"
+            "wants recompute, or routing_replay: r3 or none"
         )
     return problems
 
@@ -212,6 +231,11 @@ def warnings_of(recipe: Recipe) -> list[str]:
     for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
         if mcore.get(key):
             warnings.append(f"model.mcore.{key}={mcore[key]}: an auxiliary loss pulls beside the objective")
+    if loss.routing_replay == "r3" and recipe.cluster.max_policy_lag and recipe.rollout.pause_mode != "in_place":
+        warnings.append(
+            f"rollout.pause_mode={recipe.rollout.pause_mode}: a push computes the routes of running responses anew, "
+            "so that tokens sampled before it replay routes of newer weights; in_place keeps each token's own"
+        )
     if loss.kl is not None and loss.kl.place == "loss" and loss.kl.estimator == "k1":
         warnings.append("loss.kl: k1 in the loss has an expected gradient of zero; k2 has that of KL(pi || ref)")
     return warnings

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -133,28 +133,37 @@ def compute_logprobs(policy: Policy, batch: TrainBatch, *, temperature: float) -
 
 
 def add_old_logprobs(
-    policy: Policy, batches: list[TrainBatch], *, temperature: float, source: str, record_routes: bool = False
+    policy: Policy,
+    batches: list[TrainBatch],
+    *,
+    temperature: float,
+    source: str,
+    routing_replay: Literal["none", "r2", "r3"] = "none",
 ) -> list[TrainBatch]:
-    """Fill old_logprobs_T of every microbatch before the first update, and routed_experts where routes are recorded.
+    """Fill old_logprobs_T of every microbatch before the first update, and routed_experts where routes are replayed.
 
     Args:
         policy: the model whose current weights define pi_old.
         batches: one per optimizer step.
         temperature: divides the logits.
         source: `recompute` (by this trainer) or `rollout` (SGLang's own).
-        record_routes: keep each token's experts, for the update to replay.
+        routing_replay: which experts the update replays: r2, those that this pass chooses; r3, SGLang's, which this
+            pass replays, too, where it computes.
 
     Raises:
-        ValueError: routes wanted of SGLang's log-probs, or of a policy built without routing replay.
+        ValueError: r2 with SGLang's log-probs; r3 and microbatches without its routes; a policy built without replay.
     """
-    if record_routes and source != "recompute":
-        raise ValueError(f"record_routes with source={source!r}: only the trainer's pass has routes; wants recompute")
+    if routing_replay == "r2" and source != "recompute":
+        raise ValueError(f"routing_replay=r2, source={source!r}: only the trainer's pass has routes; wants recompute")
     filled = []
     for batch in batches:
-        routes: Sequence[tuple[Tensor, ...] | None] = [None] * len(batch.microbatches)
+        if routing_replay == "r3":
+            own = [policy.routing_replay.with_rollout_routes(m) for m in batch.microbatches]
+            batch = replace(batch, microbatches=own)
+        routes: Sequence[tuple[Tensor, ...] | None] = [m.routed_experts for m in batch.microbatches]
         if source == "rollout":
             logprobs = [m.rollout_logprobs_T for m in batch.microbatches]
-        elif record_routes:
+        elif routing_replay == "r2":
             with policy.routing_replay.recording() as routes:
                 logprobs = compute_logprobs(policy, batch, temperature=temperature)
         else:

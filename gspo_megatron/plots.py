@@ -273,6 +273,47 @@ def plot_length(run: Run) -> Figure | None:
     return fig
 
 
+def _of_rollout(run: Run, name: str) -> tuple[list[int], list[float]]:
+    rows = [row for row in run.rows if row["rollout"] is not None]
+    return [row["rollout_step"] for row in rows], [row["rollout"][name] for row in rows]
+
+
+def plot_lag(run: Run) -> Figure | None:
+    """Age of the weights that sampled the tokens, in pushes."""
+    steps, largest = _of_rollout(run, "policy_lag_max")
+    if not steps:
+        return None
+    fig, (ax,) = _figure(run)
+    _line(ax, steps, largest, color=COLOURS[6], label="largest of a token")
+    _line(ax, *_of_rollout(run, "policy_lag_mean"), color=COLOURS[0], label="mean over tokens")
+    ax.set_ylabel("policy lag (pushes)")
+    ax.set_ylim(0.0, max(1.0, 1.05 * max(largest)))
+    _legend_below(fig, ax, 2)
+    return fig
+
+
+def plot_left_out(run: Run) -> Figure | None:
+    """Shares of the responses that were asked for and are not in the loss."""
+    steps, asked = _of_rollout(run, "num_asked")
+    if not steps:
+        return None
+    fig, (ax,) = _figure(run)
+    lines = {
+        "filtered": ("num_overlong", "num_too_short", "num_stale"),
+        "equal rewards": ("num_zero_spread",),
+        "surplus": ("num_surplus",),
+    }
+    everything = []
+    for k, (label, names) in enumerate(lines.items()):
+        counts = zip(*(_of_rollout(run, name)[1] for name in names), strict=True)
+        shares = [sum(parts) / whole for parts, whole in zip(counts, asked, strict=True)]
+        _line(ax, steps, [100 * share for share in shares], color=COLOURS[-1 - k], label=label)
+        everything += shares
+    _percent_axis(ax, "responses (%)", everything)
+    _legend_below(fig, ax, 3)
+    return fig
+
+
 def plot_seconds(run: Run) -> Figure | None:
     """Seconds of each stage, stacked."""
     rows = [row for row in run.rows if row["stage_s"]]
@@ -348,6 +389,18 @@ PLOTS: tuple[tuple[str, Callable[[Run], Figure | None], str], ...] = (
         "Groups without a signal",
         plot_silent_groups,
         "All responses of the group had the same reward, so its advantages are 0 and it teaches nothing.",
+    ),
+    (
+        "Responses left out",
+        plot_left_out,
+        "Share of the responses asked for. Filtered ones are too long, too short or too old for this recipe; the rest "
+        "is what dynamic sampling drops. What is left out costs generation all the same.",
+    ),
+    (
+        "Policy lag",
+        plot_lag,
+        "How many pushes older the weights that sampled a token are than those its step was trained from. 0 when "
+        "training is synchronous; never above max_policy_lag.",
     ),
     (
         "Seconds per stage",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,10 @@ import psutil
 from gspo_megatron.config import ConfigError, Recipe
 
 PR_SET_PDEATHSIG = 1
+
+
+class RunError(RuntimeError):
+    """A started process failed; the message says which, why, and where its log is."""
 
 
 def die_with_parent(signal_number: int = signal.SIGTERM) -> None:
@@ -70,46 +75,72 @@ class Torchrun:
 
 
 def assign_devices(recipe: Recipe, inherited: Mapping[str, str]) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of the trainer, then of each server of this node; no device is given twice.
+    """CUDA_VISIBLE_DEVICES of the trainer, then of each server of this node.
 
-    The trainer's ranks take the first devices, one each; every server the next ones. With `device: cpu` all are "".
+    The trainer's ranks take the first devices, one each; every server the next ones, so that no device is given twice.
+    Colocated servers take the trainer's devices, each the next tp_size of them. With `device: cpu` all are "".
 
     Raises:
         ConfigError: CUDA_VISIBLE_DEVICES is inherited and lists fewer devices than the recipe wants.
     """
     cluster = recipe.cluster
-    counts = [cluster.trainer_ranks] + [recipe.ranks_per_server] * cluster.rollout_servers
+    counts = [recipe.ranks_per_server] * cluster.rollout_servers
     if recipe.device == "cpu":
-        return [""] * len(counts)
-    devices = [str(i) for i in range(sum(counts))]
+        return ["", *("" for _ in counts)]
+    is_shared = cluster.placement == "colocated"
+    wanted = cluster.trainer_ranks + (0 if is_shared else sum(counts))
+    devices = [str(i) for i in range(wanted)]
     if "CUDA_VISIBLE_DEVICES" in inherited:
         devices = [name for name in inherited["CUDA_VISIBLE_DEVICES"].split(",") if name]
-    if len(devices) < sum(counts):
+    if len(devices) < wanted:
+        servers = f" and {cluster.rollout_servers} x {recipe.ranks_per_server} for rollout_servers"
         raise ConfigError(
-            f"cluster: wants {cluster.trainer_ranks} CUDA devices for trainer_ranks and {cluster.rollout_servers} x "
-            f"{recipe.ranks_per_server} for rollout_servers, CUDA_VISIBLE_DEVICES lists {len(devices)}; "
+            f"cluster: wants {cluster.trainer_ranks} CUDA devices for trainer_ranks{'' if is_shared else servers}, "
+            f"CUDA_VISIBLE_DEVICES lists {len(devices)}; "
             "ask for more devices, or set fewer ranks, servers or rollout.sglang.tp_size"
         )
-    remaining = iter(devices)
-    return [",".join(itertools.islice(remaining, count)) for count in counts]
+    remaining = iter(devices if is_shared else devices[cluster.trainer_ranks :])
+    of_trainer = ",".join(devices[: cluster.trainer_ranks])
+    return [of_trainer, *(",".join(itertools.islice(remaining, count)) for count in counts)]
 
 
-def trainer_environment(device: str, inherited: Mapping[str, str], *, cuda_devices: str = "") -> dict[str, str]:
+def interface_variables(network_interface: str | None) -> dict[str, str]:
+    """What binds gloo and NCCL to cluster.network_interface; null leaves them as inherited.
+
+    Raises:
+        ConfigError: this machine has no such interface.
+    """
+    if network_interface is None:
+        return {}
+    names = [name for _, name in socket.if_nameindex()]
+    if network_interface not in names:
+        raise ConfigError(
+            f"cluster.network_interface={network_interface}: this machine has {', '.join(names)}; "
+            "set one of them, or null"
+        )
+    return {"GLOO_SOCKET_IFNAME": network_interface, "NCCL_SOCKET_IFNAME": network_interface}
+
+
+def trainer_environment(
+    device: str, inherited: Mapping[str, str], *, cuda_devices: str = "", network_interface: str | None = None
+) -> dict[str, str]:
     """The ranks' environment: what is inherited, plus what the device needs.
 
     Args:
         device: the recipe's.
         inherited: this process's environment.
         cuda_devices: what the ranks see, as CUDA_VISIBLE_DEVICES has it.
+        network_interface: the recipe's.
 
     Raises:
-        ConfigError: an inherited NVTE_* variable would change what Transformer Engine computes.
+        ConfigError: an inherited NVTE_* variable would change what Transformer Engine computes, or the interface is
+            none of this machine's.
     """
     foreign = sorted(name for name in inherited if name.startswith("NVTE_"))
     if foreign:
         raise ConfigError(f"environment: {', '.join(foreign)}: changes results and is not in the recipe; unset it")
     own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    own |= {"CUDA_VISIBLE_DEVICES": cuda_devices}
+    own |= {"CUDA_VISIBLE_DEVICES": cuda_devices, **interface_variables(network_interface)}
     if device == "cuda":
         own |= {
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core's overlap of tensor-parallel communication

@@ -20,7 +20,7 @@ import yaml
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from gspo_megatron.metrics import load_metrics
+from gspo_megatron.metrics import load_metrics, metric_names
 from gspo_megatron.plots import PLOTS, draw_svg
 from gspo_megatron.types import Rollout, RolloutGroup, load_groups
 
@@ -163,6 +163,19 @@ def _clip_summary(run: Run) -> str:
     return text + (f"; later ones: {sum(later) / len(later):.1%} on average" if later else "")
 
 
+def _rollout_lines(run: Run) -> list[tuple[str, str]]:
+    """What became of the responses, and what went wrong on the way; nothing without servers."""
+    rows = [row["rollout"] for row in run.rows if row["rollout"] is not None]
+    if not rows:
+        return []
+    total = {name: sum(row[name] for row in rows) for name in metric_names("rollout") if name.startswith("num_")}
+    filtered = total["num_overlong"] + total["num_too_short"] + total["num_stale"]
+    dropped = total["num_zero_spread"] + total["num_surplus"]
+    fates = f"{total['num_asked']:,} asked for: {total['num_used']:,} used, {filtered:,} filtered, {dropped:,} dropped"
+    troubles = f"{total['num_retries']} requests sent again, servers taken out {total['num_rejected']} times"
+    return [("responses", f"{fates}; {troubles}")]
+
+
 def summary_lines(run: Run) -> list[tuple[str, str]]:
     """The run in a few lines of label and text: accuracy, steps, tokens, time, where things are."""
     lines = []
@@ -192,6 +205,7 @@ def summary_lines(run: Run) -> list[tuple[str, str]]:
         ("steps", f"{rollout_step}, {updates}"),
         ("tokens", f"{tokens:,} response tokens"),
         ("time in the loop", f"{_duration(seconds)} (sum of the stages; without cold start and start-up)"),
+        *_rollout_lines(run),
         ("responses clipped", _clip_summary(run)),
         *((label, str(run.run_dir / name)) for label, name in _places(run)),
     ]

@@ -1,7 +1,7 @@
 """Prompt -> RolloutGroup over SGLang's HTTP API: token ids in and out, log-probs and weight_version of every token.
 
-Source of the answer's fields: sglang 0.5.21, srt/managers/tokenizer_manager.py (meta_info).
-The only module that retries. What a server answers is checked here, on arrival, before anything trains on it.
+The only module that repeats requests. It sends to servers that the Fleet calls ready and to no other, checks what
+comes back (responses.py), and tells the Fleet which server failed.
 """
 
 from __future__ import annotations
@@ -9,38 +9,58 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Any
 
 import aiohttp
 
-from gspo_megatron.config import RolloutConfig
+from gspo_megatron.config import Recipe
 from gspo_megatron.engine import RolloutError, post
+from gspo_megatron.fleet import Fleet, Server
+from gspo_megatron.responses import ABORT, Expected, Segment, parse_segment
+from gspo_megatron.routed_experts import RouteFormat
 from gspo_megatron.types import Prompt, Rollout, RolloutGroup
-
-__all__ = ["Expected", "RolloutError", "generate", "parse_response", "sampling_seed"]
 
 logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.5
 """Wait before the first retry; doubles with each."""
-MAX_LOGPROB = 1e-6
-"""A certain token's log-prob may round to just above 0."""
+MAX_FAILURES_IN_A_ROW = 3
+"""Of one server, over all requests; then it gets no more."""
+POLL_S = 0.1
+"""Between two looks for a ready server where there is none."""
+KEEPALIVE_S = 2.0
+"""An idle connection is used again for this long. SGLang closes it after 5 s; a request that meets that is lost."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Expected:
-    """What every response of one generate call must agree with."""
+class Part:
+    """A sequence that is to be continued."""
 
-    eos_token_id: int
-    vocab_size: int
-    max_response_tokens: int
-    weight_version: int
+    input_ids: tuple[int, ...]
+    """Prompt and what of the response there is."""
+    sampling_seed: int
+    """With the position of a token it decides the noise that samples it, so that a response does not depend on where
+    it was cut."""
+    max_tokens: int
+    """How far to go at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vocabulary:
+    """What the client knows of the model's tokens."""
+
+    size: int
+    """Ids of prompts and responses are below it."""
+    stop_token_ids: frozenset[int]
+    """Each ends a response, as its last token."""
+    decode: Decode
+    """Token ids without the stop token -> text."""
 
 
 def sampling_seed(seed: int, rollout_step: int, prompt_id: str, member: int) -> int:
@@ -49,209 +69,277 @@ def sampling_seed(seed: int, rollout_step: int, prompt_id: str, member: int) -> 
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
-def generate(
-    urls: Sequence[str],
-    prompts: Sequence[Prompt],
-    cfg: RolloutConfig,
-    *,
-    eos_token_id: int,
-    vocab_size: int,
-    decode: Decode,
-    seed: int,
-    rollout_step: int,
-    weight_version: int,
-    group_size: int,
-    temperature: float,
-    retries: Counter[str] | None = None,
-) -> list[RolloutGroup]:
-    """Sample group_size responses for every prompt; one HTTP request per prompt.
+class Client:
+    """Sends requests to a fleet's ready servers. Belongs to one event loop; an async context manager.
 
-    Args:
-        urls: servers, all with the weights of weight_version. A prompt goes to the one with the fewest
-            requests in flight; its tokens do not depend on which one that is, nor on what runs beside it.
-        prompts: each prompt_id once, since it seeds the sampling.
-        cfg: max_response_tokens and the limits of time, concurrency and retries are used.
-        eos_token_id: ends a response, as its last token.
-        vocab_size: ids of prompts and responses are below it.
-        decode: token ids without EOS -> text.
-        seed, rollout_step: seed the sampling, with prompt_id and the response's place in its group.
-        weight_version: version that every token must come from.
-        group_size: responses per prompt.
-        temperature: divides the logits.
-        retries: counts repeated requests per url, for the caller's metrics.
+    A request holds all parts of a group that are to go on, which keeps siblings on the server that has their prompt's
+    keys and values. It goes to the server with the fewest outstanding tokens. What becomes of a failed one:
 
-    Returns:
-        Groups in the order of prompts, rollouts in the order of their seeds.
+    - connection lost: the server is rejected, the request goes elsewhere at once. Restarts are bounded (launch.py).
+    - status 5xx, no answer in time, no JSON: again after a wait that doubles, at most max_retries times; the third in
+      a row of one server rejects it.
+    - an answer that a check refuses: the same, and the server is rejected.
+    - another status: the request itself is wrong, which is an error.
+    - the server is rejected meanwhile, by whomever: the request goes elsewhere at once.
 
-    Raises:
-        ValueError: a prompt occurs twice, is empty, or has ids outside the vocabulary.
-        RolloutError: a request failed after cfg.max_retries repetitions, or an answer fails a check.
+    Attributes:
+        events: counts of `retries` (requests sent again after a failure), `continued` (responses sent on after a push
+            had aborted them), `rejected` (servers that the run stopped sending to).
+        may_wait: False stops the clock of the wait for a ready server; where no one could make a server ready.
     """
-    _check_prompts(prompts, vocab_size)
-    expected = Expected(
-        eos_token_id=eos_token_id,
-        vocab_size=vocab_size,
-        max_response_tokens=cfg.max_response_tokens,
-        weight_version=weight_version,
-    )
-    client = _Client(urls, cfg, expected, decode, Counter() if retries is None else retries)
-    seeds = [[sampling_seed(seed, rollout_step, p.prompt_id, member) for member in range(group_size)] for p in prompts]
-    return asyncio.run(client.generate(prompts, seeds, temperature))
 
+    def __init__(self, fleet: Fleet, recipe: Recipe, vocabulary: Vocabulary) -> None:
+        self.events: Counter[str] = Counter()
+        self.may_wait = True
+        self._fleet, self._cfg, self._vocabulary = fleet, recipe.rollout, vocabulary
+        self._wait_s = recipe.cluster.start_timeout_s + recipe.cluster.probe_timeout_s
+        self._open: dict[Server, dict[asyncio.Task[Any], int]] = {}
+        self._failures_in_a_row: Counter[Server] = Counter()
 
-def _check_prompts(prompts: Sequence[Prompt], vocab_size: int) -> None:
-    repeated = [prompt_id for prompt_id, n in Counter(p.prompt_id for p in prompts).items() if n > 1]
-    if repeated:
-        raise ValueError(f"prompts: {repeated} occur more than once; their responses would be the same")
-    for prompt in prompts:
-        # SGLang's scheduler dies of an id that its embedding does not have.
-        if not prompt.token_ids or not all(0 <= i < vocab_size for i in prompt.token_ids):
-            raise ValueError(
-                f"prompt {prompt.prompt_id}: token_ids={prompt.token_ids}, wants at least one id in [0, {vocab_size})"
-            )
+    async def __aenter__(self) -> Client:
+        self._loop = asyncio.get_running_loop()
+        self._slots = asyncio.Semaphore(self._cfg.max_concurrency)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        self._session = aiohttp.ClientSession(connector=connector)
+        self._fleet.on_reject(self._on_reject)
+        return self
 
-
-class _Client:
-    """One generate call: shared limits, counts of requests in flight, and what to expect."""
-
-    def __init__(
-        self, urls: Sequence[str], cfg: RolloutConfig, expected: Expected, decode: Decode, retries: Counter[str]
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.cfg, self.expected, self.decode, self.retries = cfg, expected, decode, retries
-        self.in_flight = {url: 0 for url in urls}
-        self.slots = asyncio.Semaphore(cfg.max_concurrency)
+        await self._session.close()
 
-    async def generate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[list[int]], temperature: float
-    ) -> list[RolloutGroup]:
-        """All groups; the first failure cancels the rest."""
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            tasks = [
-                asyncio.create_task(self._group(session, prompt, group_seeds, temperature))
-                for prompt, group_seeds in zip(prompts, seeds, strict=True)
-            ]
-            try:
-                return list(await asyncio.gather(*tasks))
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+    def take_events(self) -> Counter[str]:
+        """The events since the last call."""
+        events, self.events = self.events, Counter()
+        return events
 
-    async def _group(
-        self, session: aiohttp.ClientSession, prompt: Prompt, seeds: list[int], temperature: float
+    async def sample_group(
+        self, prompt: Prompt, seeds: Sequence[int], *, temperature: float, routes: RouteFormat | None = None
     ) -> RolloutGroup:
-        sampling = {
-            "temperature": temperature,
-            "top_p": self.cfg.top_p,
-            "top_k": self.cfg.top_k,
-            "max_new_tokens": self.expected.max_response_tokens,
-            "stop_token_ids": [self.expected.eos_token_id],
-        }
-        body = {
-            "input_ids": [list(prompt.token_ids)] * len(seeds),
-            "sampling_params": [{**sampling, "sampling_seed": s} for s in seeds],
-            "return_logprob": True,
-        }
-        async with self.slots:
-            url, answers = await self._send(session, body, where=f"prompt {prompt.prompt_id}")
-        where = f"{url}: prompt {prompt.prompt_id}"
-        if not isinstance(answers, list) or len(answers) != len(seeds):
-            raise RolloutError(f"{where}: answer wants a list of {len(seeds)} responses, got {str(answers)[:300]}")
-        rollouts = (
-            parse_response(
-                answer, where=f"{where} member {member}", expected=self.expected, sampling_seed=s, decode=self.decode
+        """Sample one response for each seed.
+
+        Args:
+            prompt: its text and ids.
+            seeds: of the responses, in their order.
+            temperature: divides the logits.
+            routes: of the model, to bring each token's experts; None for none.
+
+        Raises:
+            ValueError: the prompt is empty or has ids outside the vocabulary.
+            RolloutError: as sample.
+        """
+        # SGLang's scheduler dies of an id that its embedding does not have.
+        if not prompt.token_ids or not all(0 <= i < self._vocabulary.size for i in prompt.token_ids):
+            raise ValueError(
+                f"prompt {prompt.prompt_id}: token_ids={prompt.token_ids}, wants at least one id in "
+                f"[0, {self._vocabulary.size})"
             )
-            for member, (answer, s) in enumerate(zip(answers, seeds, strict=True))
-        )
+        limit, where = self._cfg.max_response_tokens, f"prompt {prompt.prompt_id}"
+        parts = [Part(input_ids=prompt.token_ids, sampling_seed=seed, max_tokens=limit) for seed in seeds]
+        segments = await self.sample(parts, temperature=temperature, routes=routes, where=where)
+        rollouts = (self._rollout(segment, seed) for segment, seed in zip(segments, seeds, strict=True))
         return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
 
-    async def _send(self, session: aiohttp.ClientSession, body: Mapping[str, Any], *, where: str) -> tuple[str, Any]:
-        """POST to the server with the fewest requests in flight; again, elsewhere if possible, if that may help."""
-        failures: list[str] = []
+    def _rollout(self, segment: Segment, seed: int) -> Rollout:
+        ids, is_stopped = segment.token_ids, segment.finish_reason == "stop"
+        return Rollout(
+            response_ids=ids,
+            rollout_logprobs=segment.logprobs,
+            weight_versions=segment.weight_versions,
+            finish_reason=segment.finish_reason,
+            text=self._vocabulary.decode(ids[:-1] if is_stopped else ids),
+            sampling_seed=seed,
+            routed_experts=segment.routed_experts,
+        )
+
+    async def sample(
+        self, parts: Sequence[Part], *, temperature: float, routes: RouteFormat | None, where: str
+    ) -> list[Segment]:
+        """Continue each part up to a stop token or its max_tokens; what a push aborts goes on with the new weights.
+
+        Args:
+            parts: sent together, so best with a common start.
+            temperature: divides the logits.
+            routes: as sample_group.
+            where: names the request in messages.
+
+        Returns:
+            For each part what was sampled, to `stop` or `length`; its routes are those of the whole sequence.
+
+        Raises:
+            RolloutError: a request failed max_retries times more than once, servers abort what no push interrupts, or
+                no server was ready for too long.
+        """
+        segments = [Segment()] * len(parts)
+        server, unexplained = None, 0
+        while open_parts := [i for i, segment in enumerate(segments) if segment.finish_reason == ABORT]:
+            rest = [_rest(parts[i], segments[i]) for i in open_parts]
+            oldest = max((v for i in open_parts for v in segments[i].weight_versions[-1:]), default=0)
+            async with self._slots:
+                server, version, later = await self._request(
+                    rest, temperature=temperature, routes=routes, where=where, near=server, oldest_version=oldest
+                )
+            for i, segment in zip(open_parts, later, strict=True):
+                segments[i] = segments[i].then(segment)
+            num_aborted = sum(segment.finish_reason == ABORT for segment in later)
+            if num_aborted:
+                self.events["continued"] += num_aborted
+                unexplained += self._fleet.newest_version == version
+                if unexplained > self._cfg.max_retries:
+                    raise RolloutError(f"{where}: {server.url} aborted it {unexplained} times without a weight push")
+        return segments
+
+    async def _request(
+        self,
+        parts: Sequence[Part],
+        *,
+        temperature: float,
+        routes: RouteFormat | None,
+        where: str,
+        near: Server | None,
+        oldest_version: int,
+    ) -> tuple[Server, int, list[Segment]]:
+        """One request, repeated until an answer passes: who answered, the weight_version when it was sent, the answer.
+
+        oldest_version is the lowest that a token may have beside what the fleet says: that of the tokens before.
+        """
+        body = self._body(parts, temperature) | ({} if routes is None else {"return_routed_experts": True})
+        cost = sum(len(part.input_ids) + part.max_tokens for part in parts)
+        reasons: list[str] = []
+        num_failures = 0
         failed: Counter[str] = Counter()
         while True:
-            url = min(self.in_flight, key=lambda u: (failed[u], self.in_flight[u]))
-            self.in_flight[url] += 1
             try:
-                return url, await post(session, url + "/generate", body, timeout_s=self.cfg.request_timeout_s)
+                server, version = await self._ready_server(cost, near, failed)
             except RolloutError as error:
-                failures.append(str(error))
-                if not error.retryable or len(failures) > self.cfg.max_retries:
-                    tried = f" after {len(failures)} tries" if len(failures) > 1 else ""
-                    raise RolloutError(f"{where}{tried}: {failures[-1]}") from error
-                failed[url] += 1
-                self.retries[url] += 1
-                logger.warning("%s: retry %d of %d: %s", where, len(failures), self.cfg.max_retries, error)
-            finally:
-                self.in_flight[url] -= 1
-            await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (len(failures) - 1))
+                raise RolloutError("; ".join([f"{where}: {error}", *reasons])) from error
+            at = f"{server.url}: {where}"
+            try:
+                answer = await self._post(server, body, cost)
+            except asyncio.CancelledError:
+                if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                    raise
+                continue  # the server was rejected
+            except RolloutError as error:
+                if not error.retryable:
+                    raise RolloutError(f"{where}: {error}") from error
+                reasons.append(str(error))
+                if error.is_lost:
+                    self._reject(server, str(error))
+                    continue
+                self._failures_in_a_row[server] += 1
+                if self._failures_in_a_row[server] >= MAX_FAILURES_IN_A_ROW:
+                    self._reject(server, f"{MAX_FAILURES_IN_A_ROW} failures in a row, the last: {error}")
+            else:
+                self._failures_in_a_row.pop(server, None)
+                if not self._fleet.is_ready(server):
+                    continue
+                expected = Expected(
+                    stop_token_ids=self._vocabulary.stop_token_ids,
+                    vocab_size=self._vocabulary.size,
+                    max_tokens=0,
+                    oldest_version=max(version, oldest_version),
+                    newest_version=self._fleet.newest_version,
+                    routes=routes,
+                )
+                try:
+                    return server, version, _parse(answer, parts, expected, at)
+                except RolloutError as error:
+                    reasons.append(str(error))
+                    self._reject(server, str(error))
+            num_failures += 1
+            if num_failures > self._cfg.max_retries:
+                raise RolloutError(f"{where}: failed {num_failures} times: " + "; ".join(reasons))
+            failed[server.name] += 1
+            self.events["retries"] += 1
+            logger.warning("%s: retry %d of %d: %s", at, num_failures, self._cfg.max_retries, reasons[-1])
+            await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (num_failures - 1))
+
+    def _body(self, parts: Sequence[Part], temperature: float) -> dict[str, Any]:
+        sampling = {
+            "temperature": temperature,
+            "top_p": self._cfg.top_p,
+            "top_k": self._cfg.top_k,
+            "stop_token_ids": sorted(self._vocabulary.stop_token_ids),
+        }
+        return {
+            "input_ids": [list(part.input_ids) for part in parts],
+            "sampling_params": [
+                {**sampling, "max_new_tokens": part.max_tokens, "sampling_seed": part.sampling_seed} for part in parts
+            ],
+            "return_logprob": True,
+        }
+
+    async def _ready_server(self, cost: int, near: Server | None, failed: Counter[str]) -> tuple[Server, int]:
+        """The server for a request of so many tokens, and the weight_version that it has.
+
+        It is the one where the request failed least, then the one with the fewest outstanding tokens; but `near`,
+        which has the request's prefix, unless it is behind by more than the request itself.
+        """
+        waited_s = 0.0
+        while True:
+            version, servers = self._fleet.weight_version, self._fleet.ready()
+            if servers and version == self._fleet.weight_version:  # else a push came in between
+                break
+            if waited_s >= self._wait_s:
+                raise RolloutError(
+                    f"no SGLang server was ready for {self._wait_s:g} s (cluster.start_timeout_s + "
+                    "cluster.probe_timeout_s)"
+                )
+            await asyncio.sleep(POLL_S)
+            waited_s += POLL_S if self.may_wait else 0.0
+        load = {server: sum(self._open[server].values()) if server in self._open else 0 for server in servers}
+        best = min(servers, key=lambda server: (failed[server.name], load[server]))
+        if near in load and not failed[near.name] and load[near] <= load[best] + cost:
+            best = near
+        return best, version
+
+    async def _post(self, server: Server, body: dict[str, Any], cost: int) -> Any:
+        """The answer of /generate; cancelled when the server is rejected. A cancelled request ends on the server, too:
+        SGLang looks every few seconds for closed connections."""
+        request = post(self._session, server.url + "/generate", body, timeout_s=self._cfg.request_timeout_s)
+        task = asyncio.ensure_future(request)
+        self._open.setdefault(server, {})[task] = cost
+        try:
+            return await task
+        finally:
+            del self._open[server][task]
+            if not self._open[server]:
+                del self._open[server]
+
+    def _reject(self, server: Server, reason: str) -> None:
+        """Once for all requests that meet one failure."""
+        if self._fleet.is_ready(server):
+            self._fleet.reject(server, reason)
+
+    def _on_reject(self, server: Server) -> None:
+        """Called in any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._cancel_requests, server)
+
+    def _cancel_requests(self, server: Server) -> None:
+        self.events["rejected"] += 1
+        self._failures_in_a_row.pop(server, None)
+        for task in list(self._open[server]) if server in self._open else ():
+            task.cancel()
 
 
-def parse_response(answer: Any, *, where: str, expected: Expected, sampling_seed: int, decode: Decode) -> Rollout:
-    """Check one response of /generate and turn it into a Rollout.
+def _parse(answer: Any, parts: Sequence[Part], expected: Expected, at: str) -> list[Segment]:
+    """One segment for each part; `expected` lacks what is the part's own."""
+    if not isinstance(answer, list) or len(answer) != len(parts):
+        raise RolloutError(f"{at}: answer wants a list of {len(parts)} responses, got {str(answer)[:300]}")
+    segments = []
+    for i, (one, part) in enumerate(zip(answer, parts, strict=True)):
+        own = replace(expected, max_tokens=part.max_tokens, num_input_tokens=len(part.input_ids))
+        segments.append(parse_segment(one, where=f"{at}, part {i}", expected=own))
+    return segments
 
-    Raises:
-        RolloutError: the first thing that is wrong with it, with `where` in front.
-    """
-    try:
-        ids, meta = answer["output_ids"], answer["meta_info"]
-        pairs = [(logprob, token_id) for logprob, token_id, _ in meta["output_token_logprobs"]]
-        finish = dict(meta["finish_reason"])
-        spans = [(s["version"], s["start"], s["end"]) for s in meta["weight_versions"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise RolloutError(f"{where}: not an answer of /generate ({error!r}): {str(answer)[:500]}") from error
-    problem = (
-        _problem_of_ids(ids, expected.vocab_size)
-        or _problem_of_logprobs(pairs, ids)
-        or _problem_of_finish(finish, ids, expected)
-        or _problem_of_versions(spans, len(ids), expected.weight_version)
+
+def _rest(part: Part, segment: Segment) -> Part:
+    """What is left of a part after a segment of it."""
+    return replace(
+        part,
+        input_ids=part.input_ids + segment.token_ids,
+        max_tokens=part.max_tokens - len(segment.token_ids),
     )
-    if problem:
-        raise RolloutError(f"{where}: {problem}")
-    return Rollout(
-        response_ids=tuple(ids),
-        rollout_logprobs=tuple(logprob for logprob, _ in pairs),
-        weight_versions=(expected.weight_version,) * len(ids),
-        finish_reason=finish["type"],
-        text=decode(ids[:-1] if finish["type"] == "stop" else ids),
-        sampling_seed=sampling_seed,
-    )
-
-
-def _problem_of_ids(ids: Any, vocab_size: int) -> str | None:
-    if not isinstance(ids, list) or not ids:
-        return f"output_ids={ids!r}: wants a list with at least one token id"
-    wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]
-    return f"output_ids has {wrong[:5]}: wants integers in [0, {vocab_size})" if wrong else None
-
-
-def _problem_of_logprobs(pairs: Sequence[tuple[Any, Any]], ids: Sequence[int]) -> str | None:
-    if len(pairs) != len(ids):
-        return f"{len(pairs)} log-probs for {len(ids)} response tokens: wants one each"
-    if [token_id for _, token_id in pairs] != ids:
-        return f"log-probs are of tokens {[i for _, i in pairs][:20]}, the response is {ids[:20]}"
-    wrong = [v for v, _ in pairs if type(v) is not float or not math.isfinite(v) or v > MAX_LOGPROB]
-    return f"log-probs {wrong[:5]}: want finite numbers <= 0" if wrong else None
-
-
-def _problem_of_finish(finish: Mapping[str, Any], ids: Sequence[int], expected: Expected) -> str | None:
-    eos, limit = expected.eos_token_id, expected.max_response_tokens
-    reason, before_eos = finish.get("type"), ids
-    if reason == "stop":
-        # SGLang writes EOS over a token outside the vocabulary (NaN logits); `matched` is a text then.
-        if ids[-1] != eos or finish.get("matched") != eos:
-            return f"finish reason {dict(finish)} after token {ids[-1]}: wants EOS, {eos}, for both"
-        before_eos = ids[:-1]
-    elif reason != "length":
-        return f"finish reason {dict(finish)}: wants stop or length"
-    elif len(ids) != limit:
-        return f"finish reason length after {len(ids)} tokens: wants max_response_tokens, {limit}"
-    if eos in before_eos or len(ids) > limit:
-        return f"{len(ids)} tokens {ids[:20]}: want at most {limit}, with EOS, {eos}, nowhere but at the end"
-    return None
-
-
-def _problem_of_versions(spans: Sequence[tuple[Any, Any, Any]], length: int, version: int) -> str | None:
-    if spans == [(str(version), 0, length)]:
-        return None
-    return f"weight_versions (version, start, end) {spans}: want [{(str(version), 0, length)}] for all {length} tokens"

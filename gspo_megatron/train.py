@@ -12,25 +12,25 @@ from typing import Any
 
 from rich.console import Console
 
-from gspo_megatron.checks import is_hf_weights
 from gspo_megatron.config import Recipe, load_recipe
 from gspo_megatron.engine import RolloutError
-from gspo_megatron.fleet import Fleet, Server, announce
+from gspo_megatron.fleet import Fleet
 from gspo_megatron.mcore.rank import run_rank
 from gspo_megatron.metrics import MetricsWriter, make_row, summarize_minibatch
 from gspo_megatron.progress import StageClock
-from gspo_megatron.sampling import Sampler
-from gspo_megatron.types import NonFiniteError, RolloutGroup, TrainState
+from gspo_megatron.sampling import Sampler, SavedGroups
+from gspo_megatron.types import NonFiniteError, RolloutGroup, RolloutReport, TrainState
 
 
-def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: list[str]) -> None:
+def train(recipe: Recipe, console: Console, *, model_dir: Path, has_servers: bool) -> None:
     """Run the recipe from the weights in model_dir. Collective over all ranks.
 
     Args:
         recipe: one complete run.
         console: rank 0's; quiet elsewhere.
-        model_dir: Hugging Face directory that the servers were started with, or a Megatron checkpoint.
-        server_urls: SGLang servers; empty trains on the groups in rollout.groups_dir.
+        model_dir: Hugging Face directory or Megatron checkpoint.
+        has_servers: launch.py announces SGLang servers in the run's folder; otherwise the groups in
+            rollout.groups_dir are trained on.
     """
     from gspo_megatron.advantage import add_advantages
     from gspo_megatron.batch import make_batches
@@ -46,21 +46,20 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
     policy = build_policy(recipe, parallel)
     optimizer = build_optimizer(policy, recipe, recipe.optimizer)
     load_initial_weights(policy, optimizer, recipe, model_dir)
-    fleet = None
-    if parallel.rank == 0 and server_urls:
-        for i, url in enumerate(server_urls):
-            announce(recipe.run_dir / "servers", Server(name=f"server_{i}", url=url, incarnation=0))
-        fleet = Fleet(recipe.run_dir / "servers")
-        fleet.confirm(fleet.announced(), 0)
-    weight_sync = WeightSync(policy, recipe, fleet)
-    if not is_hf_weights(model_dir):  # SGLang cannot read it, and started without weights
-        weight_sync.push(0)
-    sampler = Sampler(recipe, server_urls)
+    state = TrainState()
+    weight_sync = None
+    sampler: Sampler | SavedGroups
+    if has_servers:
+        fleet = Fleet(recipe.run_dir / "servers") if parallel.rank == 0 else None
+        weight_sync = WeightSync(policy, recipe, fleet)
+        weight_sync.push(state.weight_version)  # servers start without weights
+        sampler = Sampler(recipe, fleet, on_rank_0=parallel.on_rank_0, bring_up=weight_sync.bring_up)
+    else:
+        sampler = SavedGroups(recipe)
     writer = MetricsWriter(recipe.run_dir) if parallel.rank == 0 else None
     reference = ReferencePolicy(policy) if recipe.loss.kl is not None else None
     loss_fn = partial(policy_loss, cfg=recipe.loss, cp_group=parallel.shared_cp_group)
     count = partial(denominator, cfg=recipe.loss, max_response_tokens=recipe.rollout.max_response_tokens)
-    state = TrainState()
     temperature = recipe.rollout.temperature
     failed_batch = recipe.run_dir / "failed_step" / f"rank_{parallel.rank}.safetensors"
     step = partial(
@@ -74,26 +73,23 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
 
     with StageClock(console, total_steps=recipe.train.num_rollout_steps) as clock:
         with clock.stage("evaluate"):
-            evaluation = parallel.on_rank_0(partial(sampler.evaluate, state))
-        finish_step(state, writer, console, clock, groups=[], minibatches=[], evaluation=evaluation)
+            evaluation = sampler.evaluate(state)
+        finish_step(state, writer, console, clock, groups=[], report=None, minibatches=[], evaluation=evaluation)
 
         for rollout_step in range(1, recipe.train.num_rollout_steps + 1):
-            with clock.stage("prompt"):
-                prompts = sampler.take_prompts()
             with clock.stage("rollout"):
-                groups = parallel.on_rank_0(partial(sampler.rollout, prompts, rollout_step, state.weight_version))
+                groups, report = sampler.collect(rollout_step)
             if reference is not None:
                 with clock.stage("reference"):
                     groups = reference.add_ref_logprobs(groups, recipe.batch, temperature=temperature)
             with clock.stage("reward"):
                 groups = add_advantages(
-                    sampler.score(groups, rollout_step),
+                    groups,
                     recipe.advantage,
                     max_response_tokens=recipe.rollout.max_response_tokens,
                     kl=recipe.loss.kl,
                 )
-                if parallel.rank == 0:
-                    sampler.save(groups, rollout_step)
+                sampler.save(groups, rollout_step)
             with clock.stage("batch"):
                 batches = make_batches(groups, recipe.batch, parallel.batch_layout)
             with clock.stage("old_logprobs"):
@@ -102,25 +98,38 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, server_urls: lis
                     batches,
                     temperature=temperature,
                     source=recipe.loss.old_logprobs,
-                    record_routes=recipe.loss.routing_replay == "r2",
+                    routing_replay=recipe.loss.routing_replay,
                 )
             with clock.stage("train"):
                 results = [step(policy, optimizer, b, loss_fn, denominator=count(b)) for b in batches]
             with clock.stage("weight_sync"):
-                state.weight_version = weight_sync.push(state.weight_version + 1)
+                state.weight_version += 1
+                if weight_sync is not None:
+                    weight_sync.push(state.weight_version)
             state.rollout_step, state.optimizer_step = rollout_step, state.optimizer_step + len(batches)
             with clock.stage("evaluate"):
-                evaluation = parallel.on_rank_0(partial(sampler.evaluate, state))
+                evaluation = sampler.evaluate(state)
             minibatches = [
                 summarize_minibatch(r.per_response)
                 | {"loss": r.loss, "grad_norm": r.grad_norm, "lr": r.lr, "packing_efficiency": b.packing_efficiency}
                 for r, b in zip(results, batches, strict=True)
             ]
-            finish_step(state, writer, console, clock, groups=groups, minibatches=minibatches, evaluation=evaluation)
+            finish_step(
+                state,
+                writer,
+                console,
+                clock,
+                groups=groups,
+                report=report,
+                minibatches=minibatches,
+                evaluation=evaluation,
+            )
 
     if writer is not None:
         writer.close()
-    weight_sync.close()
+    sampler.close()
+    if weight_sync is not None:
+        weight_sync.close()
     if state.optimizer_step:
         console.print("saving the Megatron checkpoint and the Hugging Face export")
         hf_dir = Path(recipe.model.hf_dir)
@@ -137,6 +146,7 @@ def finish_step(
     clock: StageClock,
     *,
     groups: list[RolloutGroup],
+    report: RolloutReport | None,
     minibatches: list[dict[str, float]],
     evaluation: dict[str, Any] | None,
 ) -> None:
@@ -144,7 +154,9 @@ def finish_step(
     stage_s = clock.finish_step(state.rollout_step)
     if writer is None:
         return
-    row = make_row(state, groups=groups, minibatches=minibatches, stage_s=stage_s, evaluation=evaluation)
+    row = make_row(
+        state, groups=groups, report=report, minibatches=minibatches, stage_s=stage_s, evaluation=evaluation
+    )
     writer.write(row)
     parts = [f"step {state.rollout_step:>4}"]
     if groups:
@@ -167,10 +179,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--model-dir", type=Path, required=True)
-    parser.add_argument("--server-url", action="append", default=[])
+    parser.add_argument("--servers", action="store_true", help="the run's folder announces SGLang servers")
     args = parser.parse_args()
     recipe = load_recipe(args.config)
-    body = partial(train, recipe, model_dir=args.model_dir, server_urls=args.server_url)
+    body = partial(train, recipe, model_dir=args.model_dir, has_servers=args.servers)
     run_rank(recipe, body, expected_errors=(RolloutError, NonFiniteError))
 
 

@@ -19,6 +19,11 @@ MAX_EXPONENT = 20.0
 """Overflow guard of every exponent over log-ratios, nats. Not in the papers; a ratio this far out is outside every
 band. Its square, exp(40), still is a finite number; the log-ratios themselves are never clamped."""
 
+TOO_SHORT = "too_short"
+"""Rollout.filtered_because of a response below rollout.min_response_tokens."""
+STALE = "stale"
+"""Rollout.filtered_because of a response with a token older than cluster.max_policy_lag."""
+
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient that is not finite: the weights cannot be trusted, so the run stops."""
@@ -69,8 +74,8 @@ class Rollout:
     ref_logprobs: tuple[float, ...] | None = None
     """The reference policy's log-probability of each response token, nats; None without a KL penalty."""
     routed_experts: bytes | None = None
-    """SGLang's experts of prompt and response, for routing replay R3: [tokens - 1, layers, topk], row by row, one byte
-    an expert up to 256 experts, else two (little-endian). The last token has none: it predicts nothing."""
+    """SGLang's experts of prompt and response, for routing replay R3 (routed_experts.py): [tokens - 1, MoE layers,
+    topk], row by row, one byte an expert up to 256 experts, else two (little-endian). The last token has none."""
     filtered_because: str | None = None
     """Why it is taken out of the loss and of N; None: it is not."""
 
@@ -90,6 +95,24 @@ class RolloutGroup:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutReport:
+    """Of one rollout step: what was asked of the servers and does not show in the groups."""
+
+    num_asked: int
+    """Responses."""
+    num_zero_spread: int
+    """Responses of groups that dynamic sampling dropped."""
+    num_surplus: int
+    """Responses of prompts that were sampled ahead and not needed."""
+    num_retries: int
+    """Requests sent again after a failure, since the report before."""
+    num_continued: int
+    """Responses sent on after a push had aborted them, since the report before."""
+    num_rejected: int
+    """Servers that the run stopped sending to, until the next push to them, since the report before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +151,9 @@ class Microbatch:
     """[T] float32, nats. The trainer's, before the first minibatch; None until add_old_logprobs."""
     ref_logprobs_T: Tensor | None
     """[T] float32, nats. The reference policy's, 0 outside the mask; None without a KL penalty."""
+    rollout_routes_T: Tensor | None
+    """[T, MoE layers, topk] int16. SGLang's experts in all the model's layers, for routing replay R3; None without,
+    and after add_old_logprobs, which leaves this rank's part of them in routed_experts."""
     routed_experts: tuple[Tensor, ...] | None
     """Routes to replay: per model chunk of this rank [MoE layers, tokens of this rank's sequence-parallel slice, topk]
     int16; None without routing replay."""
@@ -141,6 +167,11 @@ class Microbatch:
     """Longest padded sequence, tokens."""
     num_unpadded_tokens: int
     """Tokens of this rank's slice that are not padding."""
+
+    @property
+    def num_rows(self) -> int:
+        """Megatron's micro batch size: packed sequences are one row."""
+        return 1 if self.row_length is None else len(self.response_length_B)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -93,7 +93,7 @@ class Policy:
     fp32_lm_head: bool
     """The output layer multiplies in float32."""
     routing_replay: RoutingReplay
-    """The chunks' routers; free unless loss.routing_replay is r2 and a pass records or replays."""
+    """The chunks' routers; free unless loss.routing_replay is r2 or r3 and a pass records or replays."""
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """The function of the same name, of the parameters that the last optimizer step left."""
@@ -206,7 +206,7 @@ def config_fields(hf_config: dict[str, Any], recipe: Recipe) -> tuple[dict[str, 
         "expert_model_parallel_size": p.expert_model_parallel_size,
         "expert_tensor_parallel_size": p.expert_tensor_parallel_size,
         "sequence_parallel": p.sequence_parallel,
-        "moe_enable_routing_replay": recipe.loss.routing_replay == "r2",
+        "moe_enable_routing_replay": recipe.loss.routing_replay != "none",
         # interleaving without overlap is silently wrong in megatron-core 0.19.2; its guard is in megatron.training
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
@@ -255,7 +255,7 @@ def build_policy(recipe: Recipe, parallel: Parallel) -> Policy:
         ops=table_for(hf_config, ()),
         vocab_size=arguments.vocab_size,
         fp32_lm_head=recipe.model.fp32_lm_head,
-        routing_replay=RoutingReplay(modules, config),
+        routing_replay=RoutingReplay(modules, config, tp_rank=parallel.tp_rank),
     )
 
 

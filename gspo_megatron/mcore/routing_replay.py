@@ -1,22 +1,25 @@
-"""Routing replay R2: the update routes every token as the old-log-prob pass did.
+"""Routing replay: the update routes every token as the old-log-prob pass did (R2), or both do as SGLang did (R3).
 
-Source: megatron-core 0.19.2, transformer/moe/router_replay.py and its use in moe_utils.py. Core gathers the current
-router's scores at given expert indices, so gates and gradients are the current policy's and only the choice of experts
-is the old one's. Core leaves the rest to its caller, which is this file: whose routes each router call gets.
+Source: megatron-core 0.19.2, transformer/moe/router_replay.py and its use in moe_utils.py; R3: arXiv:2510.11370. Core
+gathers the current router's scores at given expert indices, so gates and gradients are the current policy's and only
+the choice of experts is the old one's. Core leaves the rest to its caller, which is this file: whose routes each
+router call gets.
 
 - A router called inside forward_step gets the routes of the microbatch that forward_step runs.
 - A router called outside of it is being recomputed in the backward pass. Every schedule takes a chunk's microbatches
   backward in the order in which it took them forward, so the routes come from a queue (core's replay_backward_list).
 
-Both passes run the same microbatches on the same layout, so each rank replays what it recorded itself and nothing is
-communicated. An auxiliary loss, where one is switched on, still counts the experts that the current router
-would choose.
+Both passes run the same microbatches on the same layout. Under R2 each rank replays what it recorded itself; under R3
+each cuts its own layers and tokens out of the microbatch's. So nothing is communicated. What a position without a
+route replays under R3, the last of a sequence and padding, is in routed_experts.py, and changes no log-prob. An
+auxiliary loss, where one is switched on, still counts the experts that the current router would choose.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,23 +34,49 @@ from gspo_megatron.types import Microbatch
 class RoutingReplay:
     """The routers of one policy on this rank; routes freely unless told to record or given routes."""
 
-    def __init__(self, chunks: Sequence[Any], config: TransformerConfig) -> None:
+    def __init__(self, chunks: Sequence[Any], config: TransformerConfig, *, tp_rank: int) -> None:
         """Collect the chunks' routers in layer order; without config.moe_enable_routing_replay there are none."""
+        modules = [[m for m in chunk.modules() if isinstance(m, TopKRouter)] for chunk in chunks]
         self.routers: list[list[RouterReplay]] = [
-            [m.router_replay for m in chunk.modules() if isinstance(m, TopKRouter) and m.router_replay is not None]
-            for chunk in chunks
+            [m.router_replay for m in routers if m.router_replay is not None] for routers in modules
         ]
+        pattern = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * config.num_layers
+        # Of each router, how many MoE layers of the whole model lie before its own; core counts layers from 1.
+        self._places = [[sum(pattern[: m.layer_number - 1]) for m in routers] for routers in modules]
         # Core also keeps them in one list for the whole process, which would mix models and keep dead ones alive.
         RouterReplay.clear_global_router_replay_instances()
         self._is_enabled = config.moe_enable_routing_replay
         self._topk: int = config.moe_router_topk
         self._slices = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self._slice = tp_rank if config.sequence_parallel else 0
         # Core queues a microbatch's routes for the backward pass whether or not it recomputes; where it does not,
         # the queue would hold the routes of the whole step on the device.
         self._recomputes_routers = config.recompute_granularity == "full" or (
             config.recompute_granularity == "selective" and "moe" in config.recompute_modules
         )
         self._recorded: list[list[Tensor]] | None = None
+
+    def with_rollout_routes(self, microbatch: Microbatch) -> Microbatch:
+        """The microbatch with this rank's part of its rollout_routes_T as routed_experts.
+
+        Routers see position after position of all rows; under sequence parallel, this rank's slice of the positions.
+
+        Raises:
+            ValueError: it has none, or the policy was built without routing replay.
+        """
+        routes_T = microbatch.rollout_routes_T
+        if routes_T is None or not self._is_enabled:
+            raise ValueError(
+                "loss.routing_replay=r3 wants rollout_routes_T in every microbatch and a policy built with it; "
+                f"got {'none' if routes_T is None else 'them'}, and {'one' if self._is_enabled else 'one without'}"
+            )
+        by_position = routes_T.unflatten(0, (microbatch.num_rows, -1)).transpose(0, 1)
+        own = by_position.chunk(self._slices)[self._slice].flatten(0, 1).transpose(0, 1)
+        return replace(
+            microbatch,
+            rollout_routes_T=None,
+            routed_experts=tuple(own[places].contiguous() for places in self._places),
+        )
 
     @contextmanager
     def recording(self) -> Iterator[list[tuple[Tensor, ...]]]:

@@ -70,10 +70,10 @@ def run_processed(
         m: Microbatch = next(iterator)
         with routing.forward(chunks.index(model), m):
             output = model(
-                m.tokens_T.view(num_rows(m), -1),
-                m.position_ids_T.view(num_rows(m), -1),
+                m.tokens_T.view(m.num_rows, -1),
+                m.position_ids_T.view(m.num_rows, -1),
                 None,
-                labels=m.labels_T.view(num_rows(m), -1),
+                labels=m.labels_T.view(m.num_rows, -1),
                 packed_seq_params=_packed(m, may_pad) if m.row_length is None else None,
                 padding_mask=_padding_mask(m, policy, model),
                 output_processor=processor,
@@ -92,8 +92,8 @@ def run_processed(
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(microbatches),
-            seq_length=max(len(m.tokens_T) // num_rows(m) for m in microbatches) * policy.parallel.cp_size,
-            micro_batch_size=num_rows(microbatches[0]),  # of all
+            seq_length=max(len(m.tokens_T) // m.num_rows for m in microbatches) * policy.parallel.cp_size,
+            micro_batch_size=microbatches[0].num_rows,  # of all
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
@@ -109,18 +109,13 @@ def _on_device(m: Microbatch, device: torch.device) -> Microbatch:
     return replace(m, **moved)
 
 
-def num_rows(m: Microbatch) -> int:
-    """Megatron's micro batch size: packed sequences are one row."""
-    return 1 if m.row_length is None else len(m.response_length_B)
-
-
 def _padding_mask(m: Microbatch, policy: Policy, model: Any) -> Tensor:
     """[b, s] bool, True on padding: the router's auxiliary losses leave it out.
 
     With sequence parallel a chunk that starts with the embedding cuts the mask as it cuts the tokens; the other chunks
     take it as it comes and want this rank's slice (megatron-core 0.19.2, GPTModel._preprocess).
     """
-    mask = m.is_padding_T.view(num_rows(m), -1)
+    mask = m.is_padding_T.view(m.num_rows, -1)
     if policy.config.sequence_parallel and not unwrap_model(model).pre_process:
         return mask.chunk(policy.parallel.tp_size, dim=1)[policy.parallel.tp_rank]
     return mask

@@ -1,4 +1,4 @@
-"""One layout's part of the parity test: five objectives' optimizer steps, and this rank's shards of what they left."""
+"""One layout's part of the parity test: six objectives' optimizer steps, and this rank's shards of what they left."""
 
 import random
 from dataclasses import dataclass, replace
@@ -13,8 +13,9 @@ from gspo_megatron.batch import TrainSequence, pack_batch
 from gspo_megatron.config import LossConfig
 from gspo_megatron.convert.shards import Shard
 from gspo_megatron.loss import denominator, policy_loss
+from gspo_megatron.routed_experts import RouteFormat
 from gspo_megatron.types import Microbatch, TrainBatch
-from tests.distributed.policy_worker import build, tiny_tensors
+from tests.distributed.policy_worker import build, tiny_tensors, with_random_routes
 
 LR = 1.0e-4
 ADAM_BETA1 = 0.9
@@ -25,6 +26,7 @@ ARMS = {
     "gspo_token": replace(BASE, name="gspo_token"),
     "grpo": replace(BASE, name="grpo", clip_low=0.2, clip_high=0.27),
     "gspo_r2": BASE,
+    "gspo_r3": BASE,
     "gspo_aux": BASE,
 }
 AUX_KEYS = (
@@ -82,7 +84,7 @@ class Case:
     overrides: tuple[str, ...]
     """Recipe keys: layout, budget, recompute."""
     old: dict[str, list[tuple[float, ...]]] | None = None
-    """One process's current log-probs (free, and with replayed routes: r2), to make old ones from; None: compute."""
+    """One process's current log-probs (free, with replayed routes: r2, r3), to make old ones from; None: compute."""
     arms: tuple[str, ...] = tuple(ARMS)
     alike: tuple[int, int] | None = None
     """(padding multiple, microbatches): take those of another layout, so that auxiliary losses, which are a
@@ -92,7 +94,7 @@ class Case:
 def run_case(rank: int, case: Case) -> dict[str, Any]:
     """Every arm's numbers from fresh weights and a fresh optimizer."""
     results: dict[str, Any] = {}
-    with_replay = ("gspo", "gspo_token", "grpo", "gspo_r2")
+    with_replay = ("gspo", "gspo_token", "grpo", "gspo_r2", "gspo_r3")
     for keys, names in (("loss.routing_replay=r2",), with_replay), (AUX_KEYS, ("gspo_aux",)):
         wanted = [name for name in names if name in case.arms]
         if wanted:
@@ -123,10 +125,13 @@ def run_arm(name: str, case: Case, recipe: Any, policy: Any, optimizer: Any) -> 
         free = record(recipe, policy, sequences, case)
         pairs = zip(sum(routes, ()), sum(free, ()), strict=True)
         num_flips = sum(int((a != b).sum()) for a, b in pairs)
-    kind = "r2" if name == "gspo_r2" else "free"
+    kind = name.removeprefix("gspo_") if name in ("gspo_r2", "gspo_r3") else "free"
+    if kind == "r3":
+        sequences = with_random_routes(sequences, RouteFormat.of(policy.hf_config))
     current = case.old[kind] if case.old is not None else score(recipe, policy, sequences, case, routes)
     batch = pack(recipe, policy, old_logprobs(sequences, current), case)
-    (batch,) = add_old_logprobs(policy, [batch], temperature=1.0, source="rollout")
+    replay = "r3" if kind == "r3" else "none"
+    (batch,) = add_old_logprobs(policy, [batch], temperature=1.0, source="rollout", routing_replay=replay)
     batch = with_routes(batch, routes)
     cfg = ARMS[name]
     step = optimizer_step(
@@ -156,7 +161,12 @@ def pack(recipe: Any, policy: Any, sequences: list[TrainSequence], case: Case) -
     if case.alike is not None:
         layout = replace(layout, alignment=case.alike[0], microbatch_multiple=case.alike[1])
     return pack_batch(
-        sequences, recipe.batch.max_tokens_per_microbatch, layout, minibatch_index=0, mode=recipe.batch.mode
+        sequences,
+        recipe.batch.max_tokens_per_microbatch,
+        layout,
+        minibatch_index=0,
+        mode=recipe.batch.mode,
+        routes=None if sequences[0].routed_experts is None else RouteFormat.of(policy.hf_config),
     )
 
 
@@ -193,6 +203,8 @@ def score(
 
     plain = [replace(s, response_mask=None) for s in sequences]
     batch = with_routes(pack(recipe, policy, plain, case), routes)
+    if sequences[0].routed_experts is not None:
+        batch = replace(batch, microbatches=[policy.routing_replay.with_rollout_routes(m) for m in batch.microbatches])
     logprobs = compute_logprobs(policy, batch, temperature=1.0)
     found: dict[int, tuple[float, ...]] = {}
     for m, logprobs_T in zip(batch.microbatches, logprobs, strict=True):

@@ -1,6 +1,7 @@
 """Build the tiny policy on a layout, with fixed weights and data; its weights in Hugging Face names."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from gspo_megatron.batch import TrainSequence, pack_batch
 from gspo_megatron.config import load_recipe
 from gspo_megatron.convert.hf_io import random_tensors
 from gspo_megatron.convert.ops import TensorMap
+from gspo_megatron.routed_experts import RouteFormat
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "gspo-tiny-moe-cpu.yaml"
@@ -36,6 +38,18 @@ def tiny_sequences(count: int = 24) -> list[TrainSequence]:
         )
         for i in range(count)
     ]
+
+
+def with_random_routes(sequences: list[TrainSequence], routes: RouteFormat) -> list[TrainSequence]:
+    """The sequences with experts that no router chose, so that any that is out of place shows."""
+    generator = torch.Generator().manual_seed(13)
+
+    def packed(num_tokens: int) -> bytes:
+        tokens, layers, topk = routes.shape(num_tokens)
+        noise = torch.rand(tokens, layers, routes.num_experts, generator=generator)
+        return bytes(noise.argsort(dim=-1)[..., :topk].to(routes.dtype).numpy().tobytes())
+
+    return [replace(s, routed_experts=packed(s.num_tokens)) for s in sequences]
 
 
 def build(overrides: list[str]) -> tuple[Any, Any, Any]:

@@ -1,4 +1,4 @@
-"""Layout parity: five objectives give on every layout the numbers of one process without parallelism or packing.
+"""Layout parity: six objectives give on every layout the numbers of one process without parallelism or packing.
 
 Compared per layout and objective: the loss, each response's log s and clip decision, and of the whole model the
 reduced gradient, Adam's moments and the updated weights. The differences are printed as a table (RESULTS.md has it).
@@ -191,7 +191,7 @@ def test_layout_gives_the_numbers_of_one_process(
 ) -> None:
     hf_dir = hf_dirs["tied" if "tied" in layout else "untied"]
     reference = one_process(hf_dir)
-    old = {"free": reference["gspo"]["current"], "r2": reference["gspo_r2"]["current"]}
+    old = {"free": reference["gspo"]["current"]} | {r: reference[f"gspo_{r}"]["current"] for r in ("r2", "r3")}
     count, keys = overrides_of(layout, hf_dir)
     actual = assembled(spawn(run_case, count, Case(overrides=keys, old=old), timeout_s=240))
     row = {"loss": 0.0, "gradient": 0.0, "moments": 0.0, "weights": 0.0}
@@ -240,5 +240,8 @@ def test_batch_decides_what_the_layouts_could_get_wrong(hf_dirs: dict[str, str])
     grpo = reference["grpo"]["per_response"]
     assert 0 < grpo["clipped_tokens"].sum() < grpo["length"].sum()
     assert reference["gspo_r2"]["num_flips"] > 100, "replay must change routes that the new routers would choose"
+    pairs = zip(reference["gspo_r3"]["current"], reference["gspo"]["current"], strict=True)
+    moved = sorted(abs(a - b) for x, y in pairs for a, b in zip(x, y, strict=True))
+    assert moved[len(moved) // 2] > 1e-3, "random experts must change the log-probs"
     token = reference["gspo_token"]["per_response"]
     assert ((token["clipped_tokens"] > 0) & (token["clipped_tokens"] < token["length"])).any()

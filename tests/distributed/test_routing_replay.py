@@ -109,7 +109,7 @@ def replayed_update(recipe: Recipe, parallel: Any) -> dict[str, Any]:
 
     policy, optimizer, batch = prepare(recipe, parallel)
     record = partial(
-        add_old_logprobs, policy, temperature=TEMPERATURE, source="recompute", record_routes=True
+        add_old_logprobs, policy, temperature=TEMPERATURE, source="recompute", routing_replay="r2"
     )
     # A band so wide that the gradient of nearly every response stays.
     loss_cfg = replace(recipe.loss, clip_low=0.9, clip_high=0.9)
@@ -230,7 +230,7 @@ def broken_passes(rank: int) -> dict[str, Any]:
     from gspo_megatron.optimize import add_old_logprobs, compute_logprobs, optimizer_step
 
     policy, optimizer, batch = prepare(recipe, parallel)
-    record = partial(add_old_logprobs, temperature=1.0, record_routes=True)
+    record = partial(add_old_logprobs, temperature=1.0, routing_replay="r2")
     (recorded,) = record(policy, [batch], source="recompute")
     first, second, *rest = recorded.microbatches
     last = rest[-1]
@@ -283,7 +283,7 @@ def test_routes_that_do_not_fit_are_refused_and_a_failed_pass_leaves_nothing() -
     assert got["chunks"].startswith(f"{start} [(4, {had}, 2), (4, {had}, 2)], wants [(4, {had}, 2)]")
     for key in ("built_without", "recorded_without"):
         assert "the policy was built with loss.routing_replay=none" in got[key]
-    assert got["rollout"].startswith("record_routes with source='rollout'")
+    assert got["rollout"].startswith("routing_replay=r2, source='rollout'")
     start = "routing replay, chunk 0, MoE layer 3: the backward pass left the routes of 1 of 2 microbatches"
     assert got["half_recomputed"].startswith(start)
     # Per layer an action, a target and the routes of this microbatch, in its 4 layers; the first one's are used up.

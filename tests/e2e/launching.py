@@ -1,5 +1,7 @@
 """Start `gspo_megatron.launch` as a user would, on a recipe that takes seconds per stage."""
 
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +22,8 @@ SHORT = [
     "evaluate.every=3",
 ]
 """Overrides of the CPU recipe."""
+MARK = "GSPO_MEGATRON_TEST"
+"""Environment variable that still_running looks for; what is started inherits it."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,37 @@ class Launched:
         return [root, *root.children(recursive=True)]
 
 
-def launch(output_dir: Path, name: str, *overrides: str, only: str | None = None) -> Launched:
-    """Start a run of the shortened recipe; stdout and stderr go to one file."""
+def launch(
+    output_dir: Path,
+    name: str,
+    *overrides: str,
+    only: str | None = None,
+    module: tuple[str, ...] = ("gspo_megatron.launch",),
+    environment: dict[str, str] | None = None,
+) -> Launched:
+    """Start a run of the shortened recipe; stdout and stderr go to one file.
+
+    Args:
+        output_dir, name: of the run.
+        overrides: after those of SHORT.
+        only: as the command's.
+        module: what is run, and arguments before the command's own.
+        environment: added to this process's.
+    """
     items = [*SHORT, f"name={name}", f"output_dir={output_dir}", *overrides]
-    command = [sys.executable, "-m", "gspo_megatron.launch", "--config", "recipes/gspo-tiny-moe-cpu.yaml"]
+    command = [sys.executable, "-m", *module, "--config", "recipes/gspo-tiny-moe-cpu.yaml"]
     command += [part for item in items for part in ("--set", item)]
     command += ["--only", only] if only else []
     log_path = output_dir / f"{name}.log"
     with log_path.open("wb") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | (environment or {}),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
     return Launched(process, log_path)
 
 
@@ -78,3 +104,41 @@ def wait_for_line(launched: Launched, text: str, *, timeout_s: float) -> None:
             launched.process.terminate()
             raise AssertionError(f"no {text!r} within {timeout_s} s: {launched.log_path.read_text()}")
         time.sleep(0.2)
+
+
+def still_running(mark: str) -> list[psutil.Process]:
+    """Processes that were started with mark in the environment variable MARK, or by such ones; zombies do not run."""
+    found = []
+    for process in psutil.process_iter(["pid"]):
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def server_process(url: str) -> psutil.Process:
+    """Main process of the server at a url, which this process started."""
+    port = ["--port", url.rpartition(":")[2]]
+    for process in psutil.Process().children():
+        line = process.cmdline()
+        if any(line[i : i + 2] == port for i in range(len(line))):
+            return process
+    raise AssertionError(f"no process serves {url}")
+
+
+def listener_at(url: str) -> socket.socket:
+    """A socket that takes the port of a server as soon as that is gone."""
+    deadline = time.monotonic() + 10
+    while True:
+        listener = socket.socket()
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", int(url.rpartition(":")[2])))
+            listener.listen()
+            return listener
+        except OSError:
+            listener.close()
+            assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -8,11 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -20,8 +21,9 @@ import torch
 from safetensors.torch import load_file
 
 from gspo_megatron.config import ConfigError
-from gspo_megatron.engine import Engine, ServerClient, post, session_members, take_port
-from gspo_megatron.rollout import RolloutError, generate
+from gspo_megatron.engine import Engine, RolloutError, ServerClient, post, session_members, take_port
+from gspo_megatron.fleet import Fleet, Server, announce
+from gspo_megatron.rollout import Client, Vocabulary, sampling_seed
 from gspo_megatron.types import Prompt
 from tests.e2e.conftest import make_model_dir
 
@@ -35,18 +37,50 @@ def make_prompts(count):
     return [Prompt(prompt_id=f"{i:064x}", text="", token_ids=t, expected="", entry={}) for i, t in enumerate(ids)]
 
 
-def sample(url, prompts, cfg, **overrides):
-    options = dict(
-        eos_token_id=EOS,
-        vocab_size=VOCAB,
-        decode=lambda ids: " ".join(map(str, ids)),
-        seed=1,
-        rollout_step=0,
-        weight_version=0,
-        group_size=8,
-        temperature=1.0,
-    )
-    return generate([url] if isinstance(url, str) else url, prompts, cfg, **(options | overrides))
+VOCABULARY = Vocabulary(size=VOCAB, stop_token_ids=frozenset({EOS}), decode=lambda ids: " ".join(map(str, ids)))
+
+
+def make_fleet(folder, urls, *, weight_version=0):
+    """A fleet of these servers, all confirmed."""
+    for i, url in enumerate(urls):
+        announce(folder, Server(name=f"server_{i}", url=url, incarnation=0))
+    fleet = Fleet(folder)
+    fleet.confirm(fleet.announced(), weight_version)
+    return fleet
+
+
+def sample(urls, prompts, recipe, **options):
+    """Groups of these servers, without the client's counts."""
+    return sample_and_count(urls, prompts, recipe, **options)[0]
+
+
+def sample_and_count(
+    urls, prompts, recipe, *, seed=1, rollout_step=0, weight_version=0, group_size=8, temperature=1.0, wait_s=1.0
+):
+    """Groups of these servers, and the client's events; gives up soon when no server is left."""
+    urls = [urls] if isinstance(urls, str) else urls
+    recipe = replace(recipe, cluster=replace(recipe.cluster, start_timeout_s=wait_s, probe_timeout_s=0.0))
+
+    async def run(folder):
+        async with Client(make_fleet(folder, urls, weight_version=weight_version), recipe, VOCABULARY) as client:
+            groups = await asyncio.gather(
+                *(
+                    client.sample_group(
+                        prompt,
+                        [sampling_seed(seed, rollout_step, prompt.prompt_id, member) for member in range(group_size)],
+                        temperature=temperature,
+                    )
+                    for prompt in prompts
+                )
+            )
+            return groups, client.take_events()
+
+    with tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(run(Path(folder)))
+
+
+def rollout_with(recipe, **keys):
+    return replace(recipe, rollout=replace(recipe.rollout, **keys))
 
 
 def tokens(groups):
@@ -75,22 +109,22 @@ def call(url, method, *args, timeout_s=60.0, **kwargs):
 
 def test_tokens_depend_on_the_seed_alone_whatever_runs_beside_them(engine, recipe):
     prompts = make_prompts(32)
-    reference = tokens(sample(engine.url, prompts, recipe.rollout))
+    reference = tokens(sample(engine.url, prompts, recipe))
     assert list(reference) == [p.prompt_id for p in prompts]
     rng = random.Random(3)
     for concurrency in (1, 3, 64):
         some = rng.sample(prompts, 20)
-        again = sample(engine.url, some, replace(recipe.rollout, max_concurrency=concurrency))
+        again = sample(engine.url, some, rollout_with(recipe, max_concurrency=concurrency))
         assert [g.prompt.prompt_id for g in again] == [p.prompt_id for p in some]
         assert tokens(again) == {p.prompt_id: reference[p.prompt_id] for p in some}
     assert len({r for group in reference.values() for r in group}) > 200
-    assert tokens(sample(engine.url, prompts, recipe.rollout, seed=2)) != reference
-    assert tokens(sample(engine.url, prompts, recipe.rollout, rollout_step=1)) != reference
+    assert tokens(sample(engine.url, prompts, recipe, seed=2)) != reference
+    assert tokens(sample(engine.url, prompts, recipe, rollout_step=1)) != reference
 
 
 def test_tokens_do_not_depend_on_greedy_or_truncated_neighbours(engine, recipe):
     prompts = make_prompts(16)
-    reference = tokens(sample(engine.url, prompts, recipe.rollout))
+    reference = tokens(sample(engine.url, prompts, recipe))
     neighbours = [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0, "top_k": 3}]
     done = threading.Event()
 
@@ -105,7 +139,7 @@ def test_tokens_do_not_depend_on_greedy_or_truncated_neighbours(engine, recipe):
         thread.start()
     try:
         time.sleep(0.5)
-        assert tokens(sample(engine.url, prompts, recipe.rollout)) == reference
+        assert tokens(sample(engine.url, prompts, recipe)) == reference
     finally:
         done.set()
         for thread in threads:
@@ -114,9 +148,9 @@ def test_tokens_do_not_depend_on_greedy_or_truncated_neighbours(engine, recipe):
 
 def test_seeded_samples_follow_the_models_distribution(engine, recipe, model_dir):
     prompt = make_prompts(1)[0]
-    cfg = replace(recipe.rollout, max_response_tokens=1)
+    recipe = rollout_with(recipe, max_response_tokens=1)
     count = 8192
-    (group,) = sample(engine.url, [prompt], cfg, group_size=count)
+    (group,) = sample(engine.url, [prompt], recipe, group_size=count)
     with torch.no_grad():
         p = hf_model(model_dir)(torch.tensor([prompt.token_ids])).logits[0, -1].double().softmax(-1)
     seen = torch.bincount(torch.tensor([r.response_ids[0] for r in group.rollouts]), minlength=VOCAB)
@@ -127,7 +161,7 @@ def test_seeded_samples_follow_the_models_distribution(engine, recipe, model_dir
 
 def test_256_responses_arrive_with_their_text_version_and_finish_reason(engine, recipe):
     started = time.monotonic()
-    groups = sample(engine.url, make_prompts(32), recipe.rollout)
+    groups = sample(engine.url, make_prompts(32), recipe)
     assert time.monotonic() - started < 20
     rollouts = [r for g in groups for r in g.rollouts]
     assert len(rollouts) == 256 and {len(g.rollouts) for g in groups} == {8}
@@ -143,7 +177,7 @@ def test_256_responses_arrive_with_their_text_version_and_finish_reason(engine, 
 def test_logprobs_agree_with_transformers_at_the_sampling_temperature(engine, recipe, model_dir, temperature):
     model = hf_model(model_dir)
     differences = []
-    for group in sample(engine.url, make_prompts(16), recipe.rollout, temperature=temperature, group_size=2):
+    for group in sample(engine.url, make_prompts(16), recipe, temperature=temperature, group_size=2):
         for r in group.rollouts:
             ids = list(group.prompt.token_ids + r.response_ids)
             reference = hf_logprobs(model, ids, temperature)[-len(r.response_ids) :]
@@ -157,40 +191,40 @@ def test_wrong_prompts_are_refused_before_they_reach_the_server(engine, recipe):
     for bad, message in [
         ([replace(good, token_ids=(3, VOCAB))], "wants at least one id in"),
         ([replace(good, token_ids=())], "wants at least one id in"),
-        ([good, good], "occur more than once"),
     ]:
         with pytest.raises(ValueError, match=message):
-            sample(engine.url, bad, recipe.rollout)
+            sample(engine.url, bad, recipe)
 
 
-def test_an_old_weight_version_is_an_error(engine, recipe):
-    with pytest.raises(RolloutError, match=r"weight_versions .*\('0', 0, \d+\).* want \[\('1', 0"):
-        sample(engine.url, make_prompts(1), recipe.rollout, weight_version=1)
+def test_an_old_weight_version_takes_the_server_out(engine, recipe):
+    with pytest.raises(RolloutError, match=r"no SGLang server was ready for 1 s.*want versions from 1 to 1"):
+        sample(engine.url, make_prompts(1), recipe, weight_version=1)
+
+
+def test_an_old_weight_version_is_an_error_without_retries(engine, recipe):
+    with pytest.raises(RolloutError, match=r"weight_versions .*\('0', 0, \d+\).* want versions from 1 to 1"):
+        sample(engine.url, make_prompts(1), rollout_with(recipe, max_retries=0), weight_version=1)
 
 
 def test_a_request_that_the_server_refuses_is_not_repeated(engine, recipe):
-    retries = Counter()
-    cfg = replace(recipe.rollout, max_response_tokens=1000)
     with pytest.raises(RolloutError, match=r"prompt 0+: POST .*/generate: status 400: .*maximum context length"):
-        sample(engine.url, make_prompts(1), cfg, retries=retries)
-    assert not retries
+        sample(engine.url, make_prompts(1), rollout_with(recipe, max_response_tokens=1000))
 
 
-def test_a_refused_connection_is_repeated_elsewhere_and_counted(engine, recipe):
+def test_a_server_that_refuses_connections_is_taken_out_and_costs_no_retry(engine, recipe):
     dead = f"http://{HOST}:{take_port(HOST, 0)}"
-    prompts, retries = make_prompts(4), Counter()
-    groups = sample([dead, engine.url], prompts, recipe.rollout, retries=retries)
-    assert tokens(groups) == tokens(sample(engine.url, prompts, recipe.rollout))
-    assert set(retries) == {dead} and retries[dead] >= 1
+    prompts = make_prompts(4)
+    groups, events = sample_and_count([dead, engine.url], prompts, rollout_with(recipe, max_retries=0))
+    assert tokens(groups) == tokens(sample(engine.url, prompts, recipe))
+    assert events == {"rejected": 1}
 
 
 def test_a_server_that_hangs_is_an_error_within_the_time_limit(engine, recipe):
-    cfg = replace(recipe.rollout, request_timeout_s=1.0, max_retries=1)
     os.kill(engine.process.pid, signal.SIGSTOP)
     try:
         started = time.monotonic()
-        with pytest.raises(RolloutError, match="after 2 tries: POST .*: no answer within 1 s"):
-            sample(engine.url, make_prompts(2), cfg)
+        with pytest.raises(RolloutError, match="failed 2 times: POST .*: no answer within 1 s"):
+            sample(engine.url, make_prompts(2), rollout_with(recipe, request_timeout_s=1.0, max_retries=1))
         assert time.monotonic() - started < 6
     finally:
         os.kill(engine.process.pid, signal.SIGCONT)
@@ -289,7 +323,7 @@ def test_a_push_over_gloo_replaces_the_weights_and_the_version(engine, recipe, m
         (checksums,) = call(engine.url, "weights_checksum")
         assert checksums != before[0] and set(checksums) == set(before[0])
         assert checksums == {name: sha256_8(tensor) for name, tensor in as_served(dict(new_state)).items()}
-        groups = sample(engine.url, make_prompts(4), recipe.rollout, weight_version=1)
+        groups = sample(engine.url, make_prompts(4), recipe, weight_version=1)
         assert {v for g in groups for r in g.rollouts for v in r.weight_versions} == {1}
     finally:
         push(engine.url, old_state, weight_version=0)
@@ -349,8 +383,8 @@ def test_a_server_killed_during_generation_is_one_error_and_leaves_nothing(recip
         killer = threading.Timer(1.0, engine.process.kill)
         killer.start()
         started = time.monotonic()
-        with pytest.raises(RolloutError, match=r"prompt [0-9a-f]{64} after 3 tries: POST http://127.0.0.1"):
-            sample(engine.url, make_prompts(64), replace(recipe.rollout, max_response_tokens=100), group_size=32)
+        with pytest.raises(RolloutError, match=r"prompt [0-9a-f]{64}: no SGLang server was ready for 1 s.*POST http://127"):
+            sample(engine.url, make_prompts(64), rollout_with(recipe, max_response_tokens=100), group_size=32)
         assert 0.5 < time.monotonic() - started < 15
         killer.join()
         assert not engine.is_alive()

@@ -12,8 +12,9 @@ import torch
 from gspo_megatron.batch import pack_batch
 from gspo_megatron.config import load_recipe
 from gspo_megatron.loss import policy_loss
+from gspo_megatron.routed_experts import RouteFormat
 from gspo_megatron.types import TrainBatch, TrainState
-from tests.distributed.policy_worker import RECIPE, hf_tensors, hf_view_of, tiny_sequences
+from tests.distributed.policy_worker import RECIPE, hf_tensors, hf_view_of, tiny_sequences, with_random_routes
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -35,15 +36,17 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     load_hf_weights(policy, optimizer, TensorReader(Path(recipe.model.hf_dir)), recipe.model.hf_dir)
     if job["load"]:
         load_weights(policy, optimizer, Path(job["load"]))
+    replay = recipe.loss.routing_replay
+    routes = RouteFormat.of(policy.hf_config) if replay == "r3" else None
     batch = pack_batch(
-        tiny_sequences(),
+        tiny_sequences() if routes is None else with_random_routes(tiny_sequences(), routes),
         recipe.batch.max_tokens_per_microbatch,
         policy.parallel.batch_layout,
         minibatch_index=0,
         mode=recipe.batch.mode,
+        routes=routes,
     )
-    records = recipe.loss.routing_replay == "r2"
-    (batch,) = add_old_logprobs(policy, [batch], temperature=1.0, source="recompute", record_routes=records)
+    (batch,) = add_old_logprobs(policy, [batch], temperature=1.0, source="recompute", routing_replay=replay)
     results: dict[str, Any] = {"weights_before": hf_tensors(policy), "responses": responses(batch)}
     loss_fn = partial(policy_loss, cfg=replace(recipe.loss, clip_low=3.0e-3, clip_high=4.0e-3))
     step = partial(optimizer_step, policy, optimizer, batch, loss_fn, lr=job["lr"], temperature=1.0)

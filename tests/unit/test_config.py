@@ -413,6 +413,44 @@ def test_objectives_and_megatron_settings_that_compute_something_else_are_refuse
     assert got.startswith(problem)
 
 
+COLOCATED = ("device=cuda", "cluster.placement=colocated", "cluster.weight_transport=ipc")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ["cluster.placement=colocated", "cluster.weight_transport=ipc"],
+            "cluster.placement=colocated: SGLang releases memory of CUDA devices only; use separate on the CPU",
+        ),
+        (["cluster.weight_transport=ipc"], "cluster.weight_transport=ipc: hands over memory of shared devices"),
+        ([*COLOCATED, "cluster.weight_transport=broadcast"], "cluster.weight_transport=broadcast: colocated servers"),
+        ([*COLOCATED, "cluster.weight_transport=disk"], "cluster.weight_transport=disk: colocated servers want ipc"),
+        ([*COLOCATED, "cluster.max_policy_lag=1"], "cluster.max_policy_lag=1: colocated servers sleep while"),
+        ([*COLOCATED, "cluster.rollout_servers=3"], "cluster.rollout_servers=3: times rollout.sglang.tp_size=1 is"),
+        ([*COLOCATED, "cluster.trainer_ranks=4", "rollout.sglang={tp_size: 3}"], "rollout.sglang.tp_size=3: does not"),
+        ([*COLOCATED, "rollout.sglang.enable_memory_saver=true"], "rollout.sglang.enable_memory_saver: is derived"),
+        (
+            [*COLOCATED, "rollout.sglang.enable_weights_cpu_backup=true"],
+            "rollout.sglang.enable_weights_cpu_backup=True: with cluster.placement: colocated wants False: keeps",
+        ),
+        ([*COLOCATED, "rollout.sglang.weight_cache_mode=client"], "rollout.sglang.weight_cache_mode=client: with"),
+        ([*COLOCATED, "rollout.sglang.base_gpu_id=1"], "rollout.sglang.base_gpu_id=1: with cluster.placement: colo"),
+        ([*COLOCATED, "model.mcore.fp8=e4m3", "model.mcore.fp8_param=true"], "model.mcore.fp8_param=True: with"),
+        ([*COLOCATED, "model.mcore.cuda_graph_impl=local"], "model.mcore.cuda_graph_impl=local: with cluster"),
+    ],
+)
+def test_devices_that_servers_cannot_share_with_the_trainer_are_refused(overrides, problem):
+    (got,) = problems_of(*overrides)
+    assert got.startswith(problem)
+
+
+def test_colocated_servers_have_a_recipe():
+    load_recipe(RECIPE, COLOCATED)
+    four = ["cluster.trainer_ranks=8", "cluster.rollout_servers=4", "rollout.sglang={tp_size: 2, base_gpu_id: 0}"]
+    load_recipe(RECIPE, [*COLOCATED, *four])
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -463,7 +501,7 @@ def test_recipe_as_published_and_measured_band_warn_of_nothing():
         (
             "loss.old_logprobs=rollout",
             "loss.old_logprobs=rollout: leaves loss.routing_replay: r2 no old-log-prob pass to record; "
-            "wants recompute, or routing_replay: none",
+            "wants recompute, or routing_replay: r3 or none",
         ),
         (
             "model.mcore.moe_router_fusion=true",
@@ -518,3 +556,42 @@ def test_file_that_is_absent_or_no_mapping_or_no_yaml_is_refused(tmp_path):
     path.write_text("a: [1\n")
     with pytest.raises(ConfigError, match="not YAML"):
         load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["rollout.min_response_tokens=17"], "rollout.min_response_tokens=17: is above rollout.max_"),
+        (["rollout.oversample_prompts=4"], "rollout.oversample_prompts=4: has no effect without"),
+        (["rollout.max_prompts_per_step=64"], "rollout.max_prompts_per_step=64: has no effect without"),
+        (
+            ["rollout.dynamic_sampling=true", "rollout.oversample_prompts=9", "rollout.max_prompts_per_step=40"],
+            "rollout.max_prompts_per_step=40: wants at least num_prompts + oversample_prompts, 41",
+        ),
+        (["rollout.dynamic_sampling=true", "reward.permute=true"], "rollout.dynamic_sampling: chooses groups by"),
+        (["rollout.stop_token_ids=[5, 48, -1]"], "rollout.stop_token_ids: has [48, -1], wants ids in [0,"),
+        (
+            ["rollout.pause_mode=in_place", "cluster.max_policy_lag=1", "rollout.flush_cache=false"],
+            "rollout.pause_mode=in_place: with SGLang's overlap schedule",
+        ),
+        (
+            [
+                "rollout.pause_mode=in_place",
+                "cluster.max_policy_lag=1",
+                "rollout.sglang.disable_overlap_schedule=true",
+            ],
+            "rollout.flush_cache=True: SGLang refuses it while requests run",
+        ),
+    ],
+)
+def test_sampling_keys_that_contradict_each_other_are_refused(overrides, problem):
+    (got,) = problems_of(*overrides)
+    assert got.startswith(problem)
+
+
+def test_sampling_keys_that_go_together_pass():
+    load_recipe(RECIPE, ["rollout.dynamic_sampling=true", "rollout.oversample_prompts=8"])
+    load_recipe(RECIPE, ["rollout.stop_token_ids=[5]", "rollout.min_response_tokens=2"])
+    load_recipe(RECIPE, ["rollout.pause_mode=in_place"])
+    overrides = ["rollout.pause_mode=in_place", "cluster.max_policy_lag=1", "rollout.flush_cache=false"]
+    load_recipe(RECIPE, [*overrides, "rollout.sglang.disable_overlap_schedule=true"])

@@ -317,7 +317,7 @@ def rank_processes(folder: Path, torchrun: Torchrun) -> list[psutil.Process]:
 def test_killed_rank_ends_the_run_and_is_named(start: Callable[[str], Torchrun]) -> None:
     torchrun = start(KILLS_ITSELF)
     with pytest.raises(RunError) as error:
-        watch(torchrun, [])
+        watch(torchrun, None)
     assert re.search(r"status 1: Signal 9 \(SIGKILL\) received by PID \d+; see .*\.log", str(error.value))
 
 

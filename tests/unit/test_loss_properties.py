@@ -93,6 +93,7 @@ def pack(
         rollout_logprobs_T=packed["rollout"],
         old_logprobs_T=packed["old"],
         ref_logprobs_T=packed["ref"],
+        rollout_routes_T=None,
         routed_experts=None,
         row_length=None,
         cu_seqlens=no_tokens,

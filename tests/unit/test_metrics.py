@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,10 @@ from gspo_megatron.metrics import (
     metric_names,
     summarize_groups,
     summarize_minibatch,
+    summarize_rollout,
 )
 from gspo_megatron.mismatch import MISMATCH_REDUCTIONS
-from gspo_megatron.types import Prompt, Rollout, RolloutGroup, TrainState
+from gspo_megatron.types import Prompt, Rollout, RolloutGroup, RolloutReport, TrainState
 
 OF_THE_STEP = {"loss": -0.5, "grad_norm": 0.75, "lr": 1.0e-4, "packing_efficiency": 0.25}
 
@@ -90,6 +91,10 @@ GROUPS = [
     group(rewards=[1.0], advantages=[0.0], lengths=[1], name="b"),
 ]
 
+REPORT = RolloutReport(
+    num_asked=10, num_zero_spread=4, num_surplus=2, num_retries=3, num_continued=5, num_rejected=1
+)
+
 EVALUATION = {
     "accuracy": 0.25,
     "low": 0.2,
@@ -110,6 +115,7 @@ def row(step: int = 1) -> dict[str, object]:
         minibatches=[minibatch(), minibatch()],
         stage_s={"rollout": 1.5, "train": 2.0},
         evaluation=EVALUATION,
+        report=REPORT,
     )
 
 
@@ -200,6 +206,42 @@ def test_group_metrics_by_hand() -> None:
     }
 
 
+def test_rollout_metrics_by_hand() -> None:
+    first, second = GROUPS
+    versions = [(4, 4, 5), (0, 0, 0, 0), (5, 5, 5)]
+    rollouts = [replace(r, weight_versions=v) for r, v in zip(first.rollouts, versions, strict=True)]
+    # A tool's token in the last: its version is that of the token before, and no lag of a sampled one.
+    last = replace(second.rollouts[0], weight_versions=(3, 3), response_mask=(True, False))
+    groups = [replace(first, rollouts=tuple(rollouts)), replace(second, rollouts=(last,))]
+    assert summarize_rollout(groups, REPORT, trained_from=5) == {
+        "num_asked": 10,
+        "num_used": 3,
+        "num_overlong": 1,
+        "num_too_short": 0,
+        "num_stale": 0,
+        "num_zero_spread": 4,
+        "num_surplus": 2,
+        "num_retries": 3,
+        "num_continued": 5,
+        "num_rejected": 1,
+        "policy_lag_mean": (1 + 1 + 2) / 7,
+        "policy_lag_max": 2,
+        "mixed_version_fraction": 1 / 3,
+    }
+
+
+def test_responses_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(ValueError, match="9 responses were asked for, .*'num_used': 3"):
+        summarize_rollout(GROUPS, replace(REPORT, num_asked=9), trained_from=0)
+    odd = replace(GROUPS[1], rollouts=(replace(GROUPS[1].rollouts[0], filtered_because="no reason that is counted"),))
+    with pytest.raises(ValueError, match="10 responses were asked for"):
+        summarize_rollout([GROUPS[0], odd], REPORT, trained_from=0)
+
+
+def test_lag_is_that_of_the_weights_that_the_step_was_trained_from() -> None:
+    assert row(4)["rollout"]["policy_lag_max"] == 3, "versions are 0, and the step leaves version 4"
+
+
 def test_groups_without_advantage_are_refused() -> None:
     unscored = group(rewards=[1.0], advantages=[None], lengths=[1])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="add advantages first"):
@@ -250,6 +292,7 @@ def test_non_finite_value_is_refused_by_name_and_nothing_is_written(tmp_path: Pa
         (lambda r: r["minibatches"][0].update(kl=0.1), r"minibatches\[1\].kl: unknown metric"),
         (lambda r: r["stage_s"].update(sleep=0.1), "stage_s.sleep: unknown metric"),
         (lambda r: r["evaluation"].pop("low"), "evaluation.low: missing"),
+        (lambda r: r["rollout"].pop("num_used"), "rollout.num_used: missing"),
         (lambda r: r.pop("reward_mean"), "reward_mean: missing"),
         (lambda r: r.pop("stage_s"), "row misses stage_s"),
         (lambda r: r.update(weight_version=1.0), "weight_version=1.0: wants an int"),
@@ -299,10 +342,11 @@ def test_tensorboard_holds_the_rows_under_stable_tags(tmp_path: Path) -> None:
         "clip_fraction_responses/minibatch_1": 0.5,
         "grad_norm/minibatch_2": 0.75,
         "seconds/rollout": 1.5,
+        "rollout/num_asked": 10,
         "evaluation/accuracy": 0.25,
     }
     assert wanted.keys() <= set(events.Tags()["scalars"])
     for tag, value in wanted.items():
         assert [(e.step, e.value) for e in events.Scalars(tag)] == [(1, value), (2, value)], tag
-    num_tags = sum(len(metric_names(s)) for s in ("train", "evaluation")) + 2 * len(metric_names("minibatch")) + 2
+    num_tags = sum(len(metric_names(s)) for s in ("train", "rollout", "evaluation", "minibatch", "minibatch")) + 2
     assert len(events.Tags()["scalars"]) == num_tags

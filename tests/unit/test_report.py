@@ -13,9 +13,9 @@ from rich.console import Console
 
 from gspo_megatron.evaluate import wilson_interval
 from gspo_megatron.metrics import MetricsWriter, load_metrics, make_row
-from gspo_megatron.plots import COLOURS, INK, PLOTS, plot_log_ratio, plot_mismatch
+from gspo_megatron.plots import COLOURS, INK, PLOTS, plot_lag, plot_left_out, plot_log_ratio, plot_mismatch
 from gspo_megatron.report import accuracy_gain, console_summary, load_run, main, summary_lines, thinned, write_report
-from gspo_megatron.types import Prompt, Rollout, RolloutGroup, TrainState, save_groups
+from gspo_megatron.types import Prompt, Rollout, RolloutGroup, RolloutReport, TrainState, save_groups
 
 CLIP_LOW, CLIP_HIGH = 1.2e-2, 1.6e-2
 RECIPE = {
@@ -24,6 +24,9 @@ RECIPE = {
     "optimizer": {"clip_grad": 1.0},
     "train": {"num_rollout_steps": 40},
 }
+REPORT = RolloutReport(
+    num_asked=48, num_zero_spread=8, num_surplus=8, num_retries=1, num_continued=0, num_rejected=2
+)
 NASTY = "<script>alert('x')</script>&"
 
 
@@ -109,7 +112,7 @@ def make_run(run_dir: Path, *, num_steps: int, recipe: bool = True, rollouts: bo
     writer.write(make_row(TrainState(), groups=[], minibatches=[], stage_s={"evaluate": 4.0}, evaluation=start))
     for step in range(1, num_steps + 1):
         groups = fake_groups(rng, quality=0.25 + 0.4 * step / num_steps)
-        stage_s = {"prompt": 0.01, "rollout": 2.0 * rng.uniform(0.8, 1.2), "reward": 0.02, "batch": 0.05}
+        stage_s = {"rollout": 2.0 * rng.uniform(0.8, 1.2), "reward": 0.02, "batch": 0.05}
         stage_s |= {"old_logprobs": 0.4, "train": 1.6 * rng.uniform(0.9, 1.1), "weight_sync": 0.2}
         evaluation = fake_evaluation(117 + round(150 * step / num_steps)) if step % every == 0 else None
         row = make_row(
@@ -118,6 +121,7 @@ def make_run(run_dir: Path, *, num_steps: int, recipe: bool = True, rollouts: bo
             minibatches=[fake_minibatch(rng, k) for k in range(4)],
             stage_s=stage_s | ({"evaluate": 4.0} if evaluation else {}),
             evaluation=evaluation,
+            report=REPORT,
         )
         writer.write(row)
         if rollouts and step in (1, 9, num_steps):
@@ -164,6 +168,9 @@ def test_summary_states_accuracy_steps_tokens_time_and_clip(finished: Path) -> N
     assert lines["difference"].endswith("do not overlap")
     assert lines["steps"] == "rollout step 40 of 40, 160 optimizer steps, weight version 40"
     assert lines["tokens"] == f"{40 * 32 * 9:,} response tokens"
+    assert lines["responses"] == (
+        "1,920 asked for: 1,280 used, 0 filtered, 640 dropped; 40 requests sent again, servers taken out 80 times"
+    )
     rows = load_metrics(finished / "metrics.jsonl")
     seconds = round(sum(value for row in rows for value in row["stage_s"].values()))
     assert lines["time in the loop"].startswith(f"{seconds // 60} min {seconds % 60:02d} s (sum of the stages")
@@ -199,6 +206,8 @@ def test_every_plot_names_its_axes(finished: Path) -> None:
         "Gradient norm": "global L2 norm",
         "Response length": "length (tokens)",
         "Groups without a signal": "groups (%)",
+        "Responses left out": "responses (%)",
+        "Policy lag": "policy lag (pushes)",
         "Seconds per stage": "seconds per rollout step",
     }
     assert list(svgs) == list(units)
@@ -240,6 +249,14 @@ def test_mismatch_of_exactly_zero_is_drawn_at_zero(tmp_path: Path) -> None:
     assert fig is not None
     assert fig.axes[0].get_yscale() == "symlog"
     assert list(fig.axes[0].lines[0].get_ydata()) == [0.0, 2.0e-6, 0.0, 0.0, 0.0]
+
+
+def test_left_out_responses_and_lag_are_drawn_in_their_units(finished: Path) -> None:
+    run = load_run(finished)
+    shares, lags = plot_left_out(run), plot_lag(run)
+    assert shares is not None and lags is not None
+    assert [line.get_ydata()[-1] for line in shares.axes[0].lines] == pytest.approx([0.0, 100 / 6, 100 / 6])
+    assert [list(line.get_ydata()) for line in lags.axes[0].lines] == [list(range(40))] * 2
 
 
 def test_rollouts_of_first_and_last_step_are_shown_and_escaped(finished: Path) -> None:

@@ -49,6 +49,7 @@ def tensors(inputs: dict[str, Any], dtype: torch.dtype = torch.float64) -> tuple
         rollout_logprobs_T=rollout,
         old_logprobs_T=old,
         ref_logprobs_T=None,
+        rollout_routes_T=None,
         routed_experts=None,
         row_length=None,
         cu_seqlens=starts,
