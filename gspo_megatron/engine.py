@@ -101,8 +101,11 @@ def server_environment(recipe: Recipe, inherited: Mapping[str, str], *, cuda_dev
             cluster.network_interface is none of this machine's, or torch's allocator is set to what colocated servers
             cannot work with.
     """
-    own = {"CUDA_VISIBLE_DEVICES": cuda_devices, DEVICE_VARIABLE: recipe.device}
-    own |= interface_variables(recipe.cluster.network_interface)
+    own = {
+        "CUDA_VISIBLE_DEVICES": cuda_devices,
+        DEVICE_VARIABLE: recipe.device,
+        **interface_variables(recipe.cluster.network_interface),
+    }
     if recipe.cluster.placement == "colocated":
         _check_allocator(inherited)
     if recipe.device == "cpu":

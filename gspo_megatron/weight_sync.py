@@ -61,7 +61,7 @@ class WeightSync:
         self._pause_limit_s = min(self._limit_s, PAUSE_LIMIT_S)
         self._wait_s = cluster.start_timeout_s + cluster.probe_timeout_s
         self._pause_mode, self._flush_cache = recipe.rollout.pause_mode, recipe.rollout.flush_cache
-        self._gatherer = Gatherer(policy.shards(), policy.ops)
+        self._gatherer = Gatherer(policy.shards(), policy.ops, device=policy.parallel.device)
         self._fp8 = None
         specs, quantization_config = self._gatherer.specs, None
         if recipe.rollout.serve_fp8:
@@ -130,7 +130,7 @@ class WeightSync:
             return
 
         async def leave() -> None:
-            async with aiohttp.ClientSession() as session:
+            async with _session() as session:
                 await self._transport.leave(Targets(session, fleet.ready(), limit_s=self._pause_limit_s))
 
         asyncio.run(leave())
@@ -208,7 +208,7 @@ class WeightSync:
 
     async def _push_to_targets(self, stream: BucketStream) -> None:
         assert self._fleet is not None
-        async with aiohttp.ClientSession() as session:
+        async with _session() as session:
             targets = Targets(session, self._targets, limit_s=self._limit_s)
             await self._transport.prepare(targets, stream)
             self._paused |= set(self._targets)
@@ -240,7 +240,7 @@ class WeightSync:
     async def _clean_up(self, failure: PushFailed) -> None:
         """Leave the other servers paused for the next attempt; let go of those that failed."""
         answering = [s for s in self._targets if not (failure.are_silent and s in failure.reasons)]
-        async with aiohttp.ClientSession() as session:
+        async with _session() as session:
             await self._transport.leave(Targets(session, answering, limit_s=self._pause_limit_s))
         await self._resume(failure.reasons)
 
@@ -248,13 +248,18 @@ class WeightSync:
         """Let those of the servers that are paused generate again; returns why some do not."""
         chosen = sorted(self._paused.intersection(servers), key=lambda server: server.name)
         self._paused.difference_update(chosen)
-        async with aiohttp.ClientSession() as session:
+        async with _session() as session:
             try:
                 targets = Targets(session, chosen, limit_s=self._pause_limit_s)
                 await targets.all(lambda server, _place: server.continue_generation())
             except PushFailed as failure:
                 return failure.reasons
         return {}
+
+
+def _session() -> aiohttp.ClientSession:
+    """A connection for each request: SGLang closes one that is idle for 5 s, and a request that meets that is lost."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0))
 
 
 def check_received(ranks: list[dict[str, str]], sent: dict[str, str]) -> None:
