@@ -122,6 +122,12 @@ def _check_routing_replay(recipe: Recipe) -> list[str]:
         for key, (default, reason) in keys.items()
         if given.get(key, default) != default
     ]
+    chunk = recipe.rollout.sglang.get("chunked_prefill_size")
+    if replay == "r3" and isinstance(chunk, int) and chunk < 1:
+        problems.append(
+            f"rollout.sglang.chunked_prefill_size={chunk}: with loss.routing_replay: r3 SGLang keeps room for the "
+            "routes of one chunk and dies of a longer prompt; wants a number of tokens, or leave it out"
+        )
     if replay == "r2" and recipe.loss.old_logprobs == "rollout":
         problems.append(
             "loss.old_logprobs=rollout: leaves loss.routing_replay: r2 no old-log-prob pass to record; "

@@ -84,7 +84,8 @@ class Client:
 
     Attributes:
         events: counts of `retries` (requests sent again after a failure), `continued` (responses sent on after a push
-            had aborted them), `rejected` (servers that the run stopped sending to).
+            had aborted them), `retracted` (responses that a server computed anew), `rejected` (servers that the run
+            stopped sending to).
         may_wait: False stops the clock of the wait for a ready server; where no one could make a server ready.
     """
 
@@ -182,6 +183,7 @@ class Client:
                 )
             for i, segment in zip(open_parts, later, strict=True):
                 segments[i] = segments[i].then(segment)
+            self.events["retracted"] += sum(segment.num_retractions > 0 for segment in later)
             num_aborted = sum(segment.finish_reason == ABORT for segment in later)
             if num_aborted:
                 self.events["continued"] += num_aborted

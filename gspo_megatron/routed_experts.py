@@ -112,9 +112,11 @@ def pack_routes(answer: Any, num_tokens: int, routes: RouteFormat) -> bytes:
 
 def _check_experts(experts: Tensor, routes: RouteFormat) -> None:
     """Each row holds topk different experts; a server that did not record a layer answers zeros."""
-    ordered = experts.sort(dim=-1).values
-    outside = (ordered[..., 0] < 0) | (ordered[..., -1] >= routes.num_experts)
-    wrong = outside | (ordered.diff(dim=-1) == 0).any(dim=-1)
+    columns = experts.flatten(0, 1).t().contiguous()  # many rows at a time: much faster than to sort each
+    wrong = ((columns < 0) | (columns >= routes.num_experts)).any(dim=0)
+    for i in range(1, routes.topk):
+        wrong |= (columns[:i] == columns[i]).any(dim=0)
+    wrong = wrong.view(experts.shape[:2])
     if not wrong.any():
         return
     places = [

@@ -232,6 +232,7 @@ class _Worker:
             num_surplus=cfg.group_size * choice.num_surplus,
             num_retries=events["retries"],
             num_continued=events["continued"],
+            num_retracted=events["retracted"],
             num_rejected=events["rejected"],
         )
         check_totals(choice.groups, report, seeds_of)

@@ -111,6 +111,8 @@ class RolloutReport:
     """Requests sent again after a failure, since the report before."""
     num_continued: int
     """Responses sent on after a push had aborted them, since the report before."""
+    num_retracted: int
+    """Responses that a server computed anew, at a push or for want of memory, since the report before."""
     num_rejected: int
     """Servers that the run stopped sending to, until the next push to them, since the report before."""
 

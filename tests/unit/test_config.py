@@ -306,6 +306,16 @@ def model_with(tmp_path):
             [*CP2, "device=cuda"],
             "parallel.context_parallel_size=2: with sliding_window=8 Transformer Engine wants model.mcore.cp_comm_typ",
         ),
+        (
+            DENSE,
+            ["parallel.expert_model_parallel_size=1", "loss.routing_replay=r2"],
+            "loss.routing_replay=r2: qwen3 has no experts; wants none",
+        ),
+        (
+            {"model_type": "mixtral"},
+            ["loss.routing_replay=r3"],
+            "loss.routing_replay=r3: SGLang 0.5.21 records mixtral's routes without their layer",
+        ),
     ],
 )
 def test_layout_that_does_not_suit_the_model_is_refused(keys, overrides, problem, model_with):
@@ -483,6 +493,10 @@ def test_every_published_objective_and_correction_has_a_recipe(overrides):
         (["model.mcore.moe_aux_loss_coeff=0.01"], "model.mcore.moe_aux_loss_coeff=0.01: an auxiliary loss pulls"),
         (["model.mcore.moe_z_loss_coeff=0.001"], "model.mcore.moe_z_loss_coeff=0.001: an auxiliary loss pulls"),
         (["loss.kl={coef: 0.1, estimator: k1, place: loss}"], "loss.kl: k1 in the loss has an expected gradient of"),
+        (
+            ["loss.routing_replay=r3", "cluster.max_policy_lag=1"],
+            "rollout.pause_mode=retract: a push computes the routes of running responses anew",
+        ),
     ],
 )
 def test_settings_that_an_author_should_know_about_are_warned_of(overrides, warning):
@@ -492,6 +506,10 @@ def test_settings_that_an_author_should_know_about_are_warned_of(overrides, warn
 
 def test_recipe_as_published_and_measured_band_warn_of_nothing():
     assert warnings_of(load_recipe(RECIPE)) == []
+    assert warnings_of(load_recipe(RECIPE, ["loss.routing_replay=r3"])) == []
+    in_place = ["rollout.pause_mode=in_place", "rollout.flush_cache=false"]
+    in_place += ["rollout.sglang={mem_fraction_static: 0.3, disable_overlap_schedule: true}"]
+    assert warnings_of(load_recipe(RECIPE, ["loss.routing_replay=r3", "cluster.max_policy_lag=1", *in_place])) == []
     assert warnings_of(load_recipe(RECIPE, ["loss.old_logprobs=rollout", "loss.band_is_measured=true"])) == []
 
 
@@ -525,6 +543,32 @@ def test_recipe_as_published_and_measured_band_warn_of_nothing():
 def test_what_bypasses_routing_replay_is_refused_with_it_and_allowed_without(override, problem):
     load_recipe(RECIPE, [override])
     assert problems_of("loss.routing_replay=r2", override) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("item", "reason"),
+    [
+        ("pp_size: 2", "it leaves each stage with the routes of its own layers only"),
+        ("enable_two_batch_overlap: true", "it lets one half of a batch overwrite the other's routes"),
+        ("speculative_algorithm: EAGLE", "it moves accepted tokens to places where their routes are not"),
+        ("enable_hierarchical_cache: true", "it brings back keys and values without the routes that belong to them"),
+        ("chunked_prefill_size: -1", "SGLang keeps room for the routes of one chunk and dies of a longer prompt"),
+    ],
+)
+def test_what_makes_sglang_return_other_routes_is_refused_with_their_replay(item, reason):
+    sglang = f"rollout.sglang={{mem_fraction_static: 0.3, {item}}}"
+    load_recipe(RECIPE, [sglang, "loss.routing_replay=r2"])
+    (got,) = problems_of(sglang, "loss.routing_replay=r3")
+    key, value = item.split(": ")
+    assert got.startswith(f"rollout.sglang.{key}={yaml.safe_load(value)}: with loss.routing_replay: r3 {reason}")
+
+
+def test_replay_of_sglangs_routes_goes_with_either_old_logprobs_and_is_switched_on_by_the_recipe_alone():
+    for source in ("recompute", "rollout"):
+        load_recipe(RECIPE, ["loss.routing_replay=r3", f"loss.old_logprobs={source}"])
+    assert problems_of("rollout.sglang.enable_return_routed_experts=true") == [
+        "rollout.sglang.enable_return_routed_experts: is derived from the recipe; remove it"
+    ]
 
 
 def test_routing_replay_goes_with_the_defaults_of_what_could_bypass_it():

@@ -92,7 +92,7 @@ GROUPS = [
 ]
 
 REPORT = RolloutReport(
-    num_asked=10, num_zero_spread=4, num_surplus=2, num_retries=3, num_continued=5, num_rejected=1
+    num_asked=10, num_zero_spread=4, num_surplus=2, num_retries=3, num_continued=5, num_retracted=4, num_rejected=1
 )
 
 EVALUATION = {
@@ -223,6 +223,7 @@ def test_rollout_metrics_by_hand() -> None:
         "num_surplus": 2,
         "num_retries": 3,
         "num_continued": 5,
+        "num_retracted": 4,
         "num_rejected": 1,
         "policy_lag_mean": (1 + 1 + 2) / 7,
         "policy_lag_max": 2,

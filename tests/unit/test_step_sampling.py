@@ -159,7 +159,9 @@ def test_one_token_that_is_too_old_makes_a_response_stale():
     assert [r.filtered_because for r in mark_stale(group, 3).rollouts] == [None, None, "stale"]
 
 
-REPORT = RolloutReport(num_asked=6, num_zero_spread=2, num_surplus=0, num_retries=0, num_continued=0, num_rejected=0)
+REPORT = RolloutReport(
+    num_asked=6, num_zero_spread=2, num_surplus=0, num_retries=0, num_continued=0, num_retracted=0, num_rejected=0
+)
 
 
 def totals(groups, **fields):
