@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.config import ConfigError, Recipe
+from gspo_megatron.multi_turn import load_function
 from gspo_megatron.objective_checks import check_mcore, check_objective
 
 # TransformerConfig fields that this project derives from config.json, the recipe or the objective.
@@ -87,7 +88,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
     """Every problem of a well-typed recipe."""
     problems = _check_ranges(recipe)
     if not problems:
-        problems = _check_parallel(recipe) + _check_sizes(recipe) + _check_model(recipe)
+        problems = _check_parallel(recipe) + _check_sizes(recipe) + _check_model(recipe) + _check_turns(recipe)
         problems += check_objective(recipe) + check_mcore(recipe)
     mcore = upstream_fields("megatron-core", "megatron/core/transformer/transformer_config.py")
     mcore |= upstream_fields("megatron-core", "megatron/core/model_parallel_config.py")
@@ -124,6 +125,7 @@ _RANGES: dict[str, tuple[float, float]] = {
             "rollout.num_prompts",
             "rollout.max_response_tokens",
             "rollout.request_timeout_s",
+            "rollout.turn_timeout_s",
             "rollout.max_concurrency",
             "batch.num_minibatches",
             "batch.max_tokens_per_microbatch",
@@ -142,6 +144,7 @@ _RANGES: dict[str, tuple[float, float]] = {
             "cluster.max_restarts",
             "rollout.max_retries",
             "rollout.min_response_tokens",
+            "rollout.max_turns",
             "rollout.oversample_prompts",
             "rollout.max_prompts_per_step",
             "advantage.eps",
@@ -229,6 +232,20 @@ def _check_sizes(recipe: Recipe) -> list[str]:
     if recipe.cold_start is None and recipe.model.load == "random":
         problems.append("cold_start: null with model.load random would train noise; give cold_start or weights")
     return problems
+
+
+def _check_turns(recipe: Recipe) -> list[str]:
+    """Whether there is the function that answers turns."""
+    path = recipe.rollout.multi_turn
+    if path is None:
+        if recipe.cold_start is not None and recipe.data.reasoning_gym == "chain_sum":
+            return ["rollout.multi_turn: null, but demonstrations of chain_sum call a calculator; name its function"]
+        return []
+    try:
+        load_function(path)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def is_hf_weights(folder: Path) -> bool:
