@@ -88,8 +88,8 @@ def check_recipe(recipe: Recipe) -> list[str]:
     """Every problem of a well-typed recipe."""
     problems = _check_ranges(recipe)
     if not problems:
-        problems = _check_parallel(recipe) + _check_sizes(recipe) + _check_model(recipe) + _check_turns(recipe)
-        problems += check_objective(recipe) + check_mcore(recipe)
+        problems = _check_parallel(recipe) + _check_sizes(recipe) + _check_sampling(recipe) + _check_model(recipe)
+        problems += _check_turns(recipe) + check_objective(recipe) + check_mcore(recipe)
     mcore = upstream_fields("megatron-core", "megatron/core/transformer/transformer_config.py")
     mcore |= upstream_fields("megatron-core", "megatron/core/model_parallel_config.py")
     problems += _check_passed_through("model.mcore", recipe.model.mcore, DERIVED_MCORE_KEYS, mcore)
@@ -235,17 +235,56 @@ def _check_sizes(recipe: Recipe) -> list[str]:
 
 
 def _check_turns(recipe: Recipe) -> list[str]:
-    """Whether there is the function that answers turns."""
-    path = recipe.rollout.multi_turn
-    if path is None:
-        if recipe.cold_start is not None and recipe.data.reasoning_gym == "chain_sum":
-            return ["rollout.multi_turn: null, but demonstrations of chain_sum call a calculator; name its function"]
-        return []
-    try:
-        load_function(path)
-    except ConfigError as error:
-        return [str(error)]
-    return []
+    """Whether there is the function that answers turns, and what makes no sense without it."""
+    r = recipe.rollout
+    problems = []
+    if r.multi_turn is not None:
+        try:
+            load_function(r.multi_turn)
+        except ConfigError as error:
+            problems.append(str(error))
+        return problems
+    if r.max_turns:
+        problems.append(f"rollout.max_turns={r.max_turns}: has no effect without rollout.multi_turn; set it to 0")
+    if recipe.cold_start is not None and recipe.data.reasoning_gym == "chain_sum":
+        problems.append("rollout.multi_turn: null, but demonstrations of chain_sum call a calculator; name one")
+    return problems
+
+
+def _check_sampling(recipe: Recipe) -> list[str]:
+    r = recipe.rollout
+    problems = []
+    if r.min_response_tokens > r.max_response_tokens:
+        problems.append(
+            f"rollout.min_response_tokens={r.min_response_tokens}: is above "
+            f"rollout.max_response_tokens={r.max_response_tokens}, so every response would be filtered"
+        )
+    for key, value in (("oversample_prompts", r.oversample_prompts), ("max_prompts_per_step", r.max_prompts_per_step)):
+        if value and not r.dynamic_sampling:
+            problems.append(f"rollout.{key}={value}: has no effect without rollout.dynamic_sampling; set it to 0")
+    if r.max_prompts_per_step and r.max_prompts_per_step < r.num_prompts + r.oversample_prompts:
+        problems.append(
+            f"rollout.max_prompts_per_step={r.max_prompts_per_step}: wants at least num_prompts + oversample_prompts, "
+            f"{r.num_prompts + r.oversample_prompts}"
+        )
+    if r.dynamic_sampling and recipe.reward.permute:
+        problems.append(
+            "rollout.dynamic_sampling: chooses groups by their rewards, and reward.permute gives the rewards to other "
+            "responses afterwards; set one of them to false"
+        )
+    if recipe.cluster.max_policy_lag and r.pause_mode == "in_place":
+        if r.flush_cache:
+            problems.append(
+                "rollout.flush_cache=True: SGLang refuses it while requests run, as they do with pause_mode in_place; "
+                "set it to false"
+            )
+        if r.sglang.get("disable_overlap_schedule") is not True:
+            problems.append(
+                "rollout.pause_mode=in_place: with SGLang's overlap schedule the token that is under way at a push is "
+                "of the old weights and carries the new weight_version; set rollout.sglang.disable_overlap_schedule "
+                "to true"
+            )
+    return problems
 
 
 def is_hf_weights(folder: Path) -> bool:
@@ -279,7 +318,8 @@ def _check_model(recipe: Recipe) -> list[str]:
         return [f"model.hf_dir={hf_dir}: config.json is not JSON ({error})"]
     if not isinstance(config, dict):
         return [f"model.hf_dir={hf_dir}: config.json holds no object"]
-    return _check_layout(recipe, config) + _check_attention(recipe, config) + _check_routes(recipe, config)
+    problems = _check_layout(recipe, config) + _check_attention(recipe, config)
+    return problems + _check_stop_tokens(recipe, config) + _check_routes(recipe, config)
 
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -321,6 +361,12 @@ def _check_layout(recipe: Recipe, config: dict[str, Any]) -> list[str]:
             fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             problems.append(f"parallel.{key}={size}: does not divide {name}={count}; use one of {fitting}")
     return problems
+
+
+def _check_stop_tokens(recipe: Recipe, config: dict[str, Any]) -> list[str]:
+    size = config.get("vocab_size")
+    wrong = [i for i in recipe.rollout.stop_token_ids if not (isinstance(size, int) and 0 <= i < size)]
+    return [f"rollout.stop_token_ids: has {wrong}, wants ids in [0, vocab_size={size})"] if wrong else []
 
 
 def _check_routes(recipe: Recipe, config: dict[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo_megatron.engine import RolloutError
+from gspo_megatron.routed_experts import RouteFormat, pack_routes
 
 MAX_LOGPROB = 1e-6
 """A certain token's log-prob may round to just above 0."""
@@ -31,6 +32,10 @@ class Expected:
     """Lowest weight_version that a token may have."""
     newest_version: int
     """Highest weight_version that a token may have."""
+    num_input_tokens: int = 0
+    """Of the request; the routes are of these, too."""
+    routes: RouteFormat | None = None
+    """Of the model, where the request asked for routes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +49,8 @@ class Segment:
     """That produced each token; never falls."""
     finish_reason: str = ABORT
     """`stop` (a stop token, the last), `length` or ABORT."""
+    routed_experts: bytes | None = None
+    """As Rollout's, of the request's input and of these tokens; None unless asked for, and of an aborted segment."""
 
     def then(self, later: Segment) -> Segment:
         """This one, which was aborted, and what was sampled after it."""
@@ -52,6 +59,7 @@ class Segment:
             logprobs=self.logprobs + later.logprobs,
             weight_versions=self.weight_versions + later.weight_versions,
             finish_reason=later.finish_reason,
+            routed_experts=later.routed_experts,
         )
 
 
@@ -76,11 +84,19 @@ def parse_segment(answer: Any, *, where: str, expected: Expected) -> Segment:
     )
     if problem:
         raise RolloutError(f"{where}: {problem}")
+    finish_reason, routed_experts = _finish_reason(finish, ids, expected), None
+    if expected.routes is not None and finish_reason != ABORT:
+        try:
+            num_tokens = expected.num_input_tokens + len(ids)
+            routed_experts = pack_routes(meta.get("routed_experts"), num_tokens, expected.routes)
+        except ValueError as error:
+            raise RolloutError(f"{where}: {error}") from error
     return Segment(
         token_ids=tuple(ids),
         logprobs=tuple(logprob for logprob, _ in pairs),
         weight_versions=tuple(int(version) for version, start, end in spans for _ in range(start, end)),
-        finish_reason=_finish_reason(finish, ids, expected),
+        finish_reason=finish_reason,
+        routed_experts=routed_experts,
     )
 
 

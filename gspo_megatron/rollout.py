@@ -21,6 +21,7 @@ from gspo_megatron.config import Recipe
 from gspo_megatron.engine import RolloutError, post
 from gspo_megatron.fleet import Fleet, Server
 from gspo_megatron.responses import ABORT, Expected, Segment, parse_segment
+from gspo_megatron.routed_experts import RouteFormat
 from gspo_megatron.types import Prompt, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -113,13 +114,16 @@ class Client:
         events, self.events = self.events, Counter()
         return events
 
-    async def sample_group(self, prompt: Prompt, seeds: Sequence[int], *, temperature: float) -> RolloutGroup:
+    async def sample_group(
+        self, prompt: Prompt, seeds: Sequence[int], *, temperature: float, routes: RouteFormat | None = None
+    ) -> RolloutGroup:
         """Sample one response for each seed.
 
         Args:
             prompt: its text and ids.
             seeds: of the responses, in their order.
             temperature: divides the logits.
+            routes: of the model, to bring each token's experts; None for none.
 
         Raises:
             ValueError: the prompt is empty or has ids outside the vocabulary.
@@ -131,9 +135,9 @@ class Client:
                 f"prompt {prompt.prompt_id}: token_ids={prompt.token_ids}, wants at least one id in "
                 f"[0, {self._vocabulary.size})"
             )
-        limit = self._cfg.max_response_tokens
+        limit, where = self._cfg.max_response_tokens, f"prompt {prompt.prompt_id}"
         parts = [Part(input_ids=prompt.token_ids, sampling_seed=seed, max_tokens=limit) for seed in seeds]
-        segments = await self.sample(parts, temperature=temperature, where=f"prompt {prompt.prompt_id}")
+        segments = await self.sample(parts, temperature=temperature, routes=routes, where=where)
         rollouts = (self._rollout(segment, seed) for segment, seed in zip(segments, seeds, strict=True))
         return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
 
@@ -146,18 +150,22 @@ class Client:
             finish_reason=segment.finish_reason,
             text=self._vocabulary.decode(ids[:-1] if is_stopped else ids),
             sampling_seed=seed,
+            routed_experts=segment.routed_experts,
         )
 
-    async def sample(self, parts: Sequence[Part], *, temperature: float, where: str) -> list[Segment]:
+    async def sample(
+        self, parts: Sequence[Part], *, temperature: float, routes: RouteFormat | None, where: str
+    ) -> list[Segment]:
         """Continue each part up to a stop token or its max_tokens; what a push aborts goes on with the new weights.
 
         Args:
             parts: sent together, so best with a common start.
             temperature: divides the logits.
+            routes: as sample_group.
             where: names the request in messages.
 
         Returns:
-            For each part what was sampled, with finish reason `stop` or `length`.
+            For each part what was sampled, to `stop` or `length`; its routes are those of the whole sequence.
 
         Raises:
             RolloutError: a request failed max_retries times more than once, servers abort what no push interrupts, or
@@ -170,7 +178,7 @@ class Client:
             oldest = max((v for i in open_parts for v in segments[i].weight_versions[-1:]), default=0)
             async with self._slots:
                 server, version, later = await self._request(
-                    rest, temperature=temperature, where=where, near=server, oldest_version=oldest
+                    rest, temperature=temperature, routes=routes, where=where, near=server, oldest_version=oldest
                 )
             for i, segment in zip(open_parts, later, strict=True):
                 segments[i] = segments[i].then(segment)
@@ -183,13 +191,20 @@ class Client:
         return segments
 
     async def _request(
-        self, parts: Sequence[Part], *, temperature: float, where: str, near: Server | None, oldest_version: int
+        self,
+        parts: Sequence[Part],
+        *,
+        temperature: float,
+        routes: RouteFormat | None,
+        where: str,
+        near: Server | None,
+        oldest_version: int,
     ) -> tuple[Server, int, list[Segment]]:
         """One request, repeated until an answer passes: who answered, the weight_version when it was sent, the answer.
 
         oldest_version is the lowest that a token may have beside what the fleet says: that of the tokens before.
         """
-        body = self._body(parts, temperature)
+        body = self._body(parts, temperature) | ({} if routes is None else {"return_routed_experts": True})
         cost = sum(len(part.input_ids) + part.max_tokens for part in parts)
         reasons: list[str] = []
         num_failures = 0
@@ -220,8 +235,16 @@ class Client:
                 self._failures_in_a_row.pop(server, None)
                 if not self._fleet.is_ready(server):
                     continue
+                expected = Expected(
+                    stop_token_ids=self._vocabulary.stop_token_ids,
+                    vocab_size=self._vocabulary.size,
+                    max_tokens=0,
+                    oldest_version=max(version, oldest_version),
+                    newest_version=self._fleet.newest_version,
+                    routes=routes,
+                )
                 try:
-                    return server, version, self._parse(answer, parts, max(version, oldest_version), at)
+                    return server, version, _parse(answer, parts, expected, at)
                 except RolloutError as error:
                     reasons.append(str(error))
                     self._reject(server, str(error))
@@ -285,21 +308,6 @@ class Client:
             if not self._open[server]:
                 del self._open[server]
 
-    def _parse(self, answer: Any, parts: Sequence[Part], oldest_version: int, at: str) -> list[Segment]:
-        if not isinstance(answer, list) or len(answer) != len(parts):
-            raise RolloutError(f"{at}: answer wants a list of {len(parts)} responses, got {str(answer)[:300]}")
-        expected = Expected(
-            stop_token_ids=self._vocabulary.stop_token_ids,
-            vocab_size=self._vocabulary.size,
-            max_tokens=0,
-            oldest_version=oldest_version,
-            newest_version=self._fleet.newest_version,
-        )
-        return [
-            parse_segment(one, where=f"{at}, part {i}", expected=replace(expected, max_tokens=part.max_tokens))
-            for i, (one, part) in enumerate(zip(answer, parts, strict=True))
-        ]
-
     def _reject(self, server: Server, reason: str) -> None:
         """Once for all requests that meet one failure."""
         if self._fleet.is_ready(server):
@@ -315,6 +323,17 @@ class Client:
         self._failures_in_a_row.pop(server, None)
         for task in list(self._open[server]) if server in self._open else ():
             task.cancel()
+
+
+def _parse(answer: Any, parts: Sequence[Part], expected: Expected, at: str) -> list[Segment]:
+    """One segment for each part; `expected` lacks what is the part's own."""
+    if not isinstance(answer, list) or len(answer) != len(parts):
+        raise RolloutError(f"{at}: answer wants a list of {len(parts)} responses, got {str(answer)[:300]}")
+    segments = []
+    for i, (one, part) in enumerate(zip(answer, parts, strict=True)):
+        own = replace(expected, max_tokens=part.max_tokens, num_input_tokens=len(part.input_ids))
+        segments.append(parse_segment(one, where=f"{at}, part {i}", expected=own))
+    return segments
 
 
 def _rest(part: Part, segment: Segment) -> Part:

@@ -19,6 +19,7 @@ from gspo_megatron.fleet import Fleet
 from gspo_megatron.prompts import EVALUATION_SEED, PromptStream, evaluation_prompts, load_tokenizer
 from gspo_megatron.rewards.reasoning import score_groups
 from gspo_megatron.rollout import Client, Vocabulary, sampling_seed
+from gspo_megatron.routed_experts import RouteFormat
 from gspo_megatron.step_sampling import check_totals, choose_groups, mark_stale, mark_too_short
 from gspo_megatron.types import Prompt, RolloutGroup, RolloutReport, TrainState, load_groups, save_groups
 
@@ -165,8 +166,10 @@ class _Worker:
         self._evaluation_prompts = evaluation_prompts(
             recipe.data, tokenizer, num_prompts=recipe.evaluate.num_prompts
         )
+        hf_config = read_config(Path(recipe.model.hf_dir))
+        self._routes = RouteFormat.of(hf_config) if recipe.loss.routing_replay == "r3" else None
         vocabulary = Vocabulary(
-            size=int(read_config(Path(recipe.model.hf_dir))["vocab_size"]),
+            size=int(hf_config["vocab_size"]),
             stop_token_ids=stop_token_ids(recipe, int(tokenizer.eos_token_id)),
             decode=lambda ids: str(tokenizer.decode(list(ids))),
         )
@@ -242,7 +245,9 @@ class _Worker:
 
     async def _sample_group(self, prompt: Prompt, seeds: list[int]) -> RolloutGroup:
         cfg = self._recipe.rollout
-        group = await self._client.sample_group(prompt, seeds, temperature=cfg.temperature)
+        group = await self._client.sample_group(
+            prompt, seeds, temperature=cfg.temperature, routes=self._routes
+        )
         group = mark_too_short(group, cfg.min_response_tokens)
         return (await _scored([group]))[0]
 

@@ -391,6 +391,7 @@ TWO_TP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=t
         (["data.reasoning_gym=chain_sum"], "rollout.multi_turn: null, but demonstrations of chain_sum call a calc"),
         (["rollout.multi_turn=recipes.no:answer"], "rollout.multi_turn=recipes.no:answer: importing recipes.no"),
         (["rollout.max_turns=-1"], "rollout.max_turns=-1: wants at least 0"),
+        (["rollout.max_turns=2"], "rollout.max_turns=2: has no effect without rollout.multi_turn"),
         (["parallel.overlap_param_gather=true"], "parallel.overlap_param_gather: wants use_distributed_optimizer"),
         (["model.mcore.hidden_dropout=0.1"], "model.mcore.hidden_dropout=0.1: noise in the forward pass"),
         (["model.mcore.moe_expert_capacity_factor=1.0"], "model.mcore.moe_expert_capacity_factor=1.0: drops tokens"),
@@ -528,3 +529,42 @@ def test_file_that_is_absent_or_no_mapping_or_no_yaml_is_refused(tmp_path):
     path.write_text("a: [1\n")
     with pytest.raises(ConfigError, match="not YAML"):
         load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["rollout.min_response_tokens=17"], "rollout.min_response_tokens=17: is above rollout.max_"),
+        (["rollout.oversample_prompts=4"], "rollout.oversample_prompts=4: has no effect without"),
+        (["rollout.max_prompts_per_step=64"], "rollout.max_prompts_per_step=64: has no effect without"),
+        (
+            ["rollout.dynamic_sampling=true", "rollout.oversample_prompts=9", "rollout.max_prompts_per_step=40"],
+            "rollout.max_prompts_per_step=40: wants at least num_prompts + oversample_prompts, 41",
+        ),
+        (["rollout.dynamic_sampling=true", "reward.permute=true"], "rollout.dynamic_sampling: chooses groups by"),
+        (["rollout.stop_token_ids=[5, 48, -1]"], "rollout.stop_token_ids: has [48, -1], wants ids in [0,"),
+        (
+            ["rollout.pause_mode=in_place", "cluster.max_policy_lag=1", "rollout.flush_cache=false"],
+            "rollout.pause_mode=in_place: with SGLang's overlap schedule",
+        ),
+        (
+            [
+                "rollout.pause_mode=in_place",
+                "cluster.max_policy_lag=1",
+                "rollout.sglang.disable_overlap_schedule=true",
+            ],
+            "rollout.flush_cache=True: SGLang refuses it while requests run",
+        ),
+    ],
+)
+def test_sampling_keys_that_contradict_each_other_are_refused(overrides, problem):
+    (got,) = problems_of(*overrides)
+    assert got.startswith(problem)
+
+
+def test_sampling_keys_that_go_together_pass():
+    load_recipe(RECIPE, ["rollout.dynamic_sampling=true", "rollout.oversample_prompts=8"])
+    load_recipe(RECIPE, ["rollout.stop_token_ids=[5]", "rollout.min_response_tokens=2"])
+    load_recipe(RECIPE, ["rollout.pause_mode=in_place"])
+    overrides = ["rollout.pause_mode=in_place", "cluster.max_policy_lag=1", "rollout.flush_cache=false"]
+    load_recipe(RECIPE, [*overrides, "rollout.sglang.disable_overlap_schedule=true"])
