@@ -35,6 +35,7 @@ from gspo_megatron.types import Prompt, Rollout
 
 if TYPE_CHECKING:
     from gspo_megatron.responses import Segment
+    from gspo_megatron.rollout import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -113,21 +114,18 @@ def function_file(path: str) -> Path:
 class TurnTaker:
     """Samples whole responses of a recipe with rollout.multi_turn. Belongs to one event loop."""
 
-    def __init__(
-        self, cfg: RolloutConfig, *, decode: Callable[[Sequence[int]], str], encode: Callable[[str], Sequence[int]]
-    ) -> None:
+    def __init__(self, cfg: RolloutConfig, vocabulary: Vocabulary) -> None:
         """Load the function.
 
         Args:
             cfg: the recipe's section, with multi_turn.
-            decode: token ids -> text.
-            encode: text -> token ids; raises ValueError for what it cannot spell.
+            vocabulary: of the model.
 
         Raises:
             ConfigError: from load_function.
         """
         assert cfg.multi_turn is not None
-        self._cfg, self._decode, self._encode = cfg, decode, encode
+        self._cfg, self._vocabulary = cfg, vocabulary
         self._function = load_function(cfg.multi_turn)
         self._calls = asyncio.Semaphore(cfg.max_concurrency)
 
@@ -162,17 +160,24 @@ class TurnTaker:
             if reply.text is None:
                 is_over = True
                 break
-            try:
-                ids = self._encode(reply.text)
-            except ValueError as error:
-                raise RolloutError(f"{where}: its reply cannot be put in: {error}") from error
+            ids = self._encode(reply.text, where)
             if len(turns) == self._cfg.max_turns or len(record.token_ids) + len(ids) >= limit:
                 break
             record.add_reply(ids)
-        return record.rollout(self._decode, is_over=is_over, sampling_seed=sampling_seed)
+        return record.rollout(self._vocabulary.decode, is_over=is_over, sampling_seed=sampling_seed)
 
     def _turn(self, token_ids: tuple[int, ...]) -> Turn:
-        return Turn(token_ids=token_ids, text=self._decode(token_ids[:-1]), stop=self._decode(token_ids[-1:]))
+        decode = self._vocabulary.decode
+        return Turn(token_ids=token_ids, text=decode(token_ids[:-1]), stop=decode(token_ids[-1:]))
+
+    def _encode(self, text: str, where: str) -> Sequence[int]:
+        try:
+            ids = self._vocabulary.encode(text)
+        except ValueError as error:
+            raise RolloutError(f"{where}: its reply cannot be put in: {error}") from error
+        if not all(0 <= i < self._vocabulary.size for i in ids):  # SGLang's scheduler would die of it
+            raise RolloutError(f"{where}: its reply has the ids {ids}, wants ids in [0, {self._vocabulary.size})")
+        return ids
 
     async def _ask(self, prompt: Prompt, turns: Sequence[Turn], where: str) -> Reply:
         """The function's reply, within its time limit."""
@@ -206,7 +211,7 @@ class _Record:
         self.mask: list[bool] = []
         self.lengths: list[int] = []
         self.rewards: list[float | None] = []
-        self.finish_reason = ""
+        self.routed_experts: bytes | None = None
 
     def add_turn(self, segment: Segment) -> None:
         self.token_ids += segment.token_ids
@@ -215,6 +220,7 @@ class _Record:
         self.mask += [True] * len(segment.token_ids)
         self.lengths.append(len(segment.token_ids))
         self.rewards.append(None)
+        self.routed_experts = segment.routed_experts  # of all tokens so far
 
     def add_reply(self, token_ids: Sequence[int]) -> None:
         self.token_ids += token_ids
@@ -232,6 +238,7 @@ class _Record:
             text=decode(self.token_ids[:-1] if is_over else self.token_ids),
             sampling_seed=sampling_seed,
             response_mask=tuple(self.mask),
+            routed_experts=self.routed_experts,
             turn_lengths=tuple(self.lengths),
             turn_rewards=tuple(float(reward or 0.0) for reward in self.rewards) if has_rewards else None,
         )

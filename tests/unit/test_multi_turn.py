@@ -14,6 +14,7 @@ from gspo_megatron.config import ConfigError, RolloutConfig, load_recipe
 from gspo_megatron.engine import RolloutError
 from gspo_megatron.multi_turn import Reply, Turn, TurnTaker, function_file, load_function
 from gspo_megatron.responses import Segment
+from gspo_megatron.rollout import Vocabulary
 from gspo_megatron.types import Prompt, Rollout
 
 ROOT = Path(__file__).parents[2]
@@ -31,15 +32,20 @@ def segment(*ids: int, version: int = 0) -> Segment:
         logprobs=tuple(-i / 100 for i in ids),
         weight_versions=(version,) * len(ids),
         finish_reason="stop" if ids[-1] in (STOP, EOS) else "length",
+        routed_experts=b"of turn %d" % ids[0],
     )
 
 
 def decode(ids: Sequence[int]) -> str:
-    return " ".join(map(str, ids))
+    """Of 8 it makes the text of two other tokens, as tokenizers of subwords do."""
+    return " ".join("4 4" if i == 8 else str(i) for i in ids)
 
 
 def encode(text: str) -> list[int]:
     return [int(word) for word in text.split()]
+
+
+VOCABULARY = Vocabulary(size=100, stop_token_ids=frozenset({STOP, EOS}), decode=decode, encode=encode)
 
 
 @pytest.fixture
@@ -64,7 +70,7 @@ def play(config: RolloutConfig, monkeypatch: pytest.MonkeyPatch):
             asked.append((ids, max_tokens))
             return next(left)
 
-        taker = TurnTaker(replace(config, **limits), decode=decode, encode=encode)
+        taker = TurnTaker(replace(config, **limits), VOCABULARY)
         return asyncio.run(taker.sample(PROMPT, sample, sampling_seed=5)), asked
 
     return run
@@ -91,10 +97,19 @@ def test_turns_and_replies_are_recorded_token_for_token(play) -> None:
         response_mask=(*sampled, *put_in, *sampled, True, *put_in, *sampled),
         turn_lengths=(2, 3, 2),
         turn_rewards=None,
+        routed_experts=b"of turn 4",  # which covers all before
         finish_reason="stop",
         text=f"1 {STOP} 50 51 2 3 {STOP} 50 51 4",
         sampling_seed=5,
     )
+
+
+def test_sampled_ids_never_become_text_and_ids_again(play) -> None:
+    rollout, asked = play(until_eos("50"), segment(8, STOP), segment(8, EOS))
+    assert encode(decode([8])) == [4, 4]
+    assert asked[1][0] == (7, 8, STOP, 50)
+    assert rollout.response_ids == (8, STOP, 50, 8, EOS)
+    assert rollout.text == f"4 4 {STOP} 50 4 4"
 
 
 def test_the_function_sees_the_turns_before_with_their_replies(play) -> None:
@@ -177,6 +192,7 @@ def raises(error: BaseException) -> Function:
         (lambda prompt, turns: Reply(text="", reward="1"), r"returned Reply\(text='', reward='1'\), wants"),
         (lambda prompt, turns: Reply(text="", reward=float("nan")), "returned the reward nan, wants a finite number"),
         (lambda prompt, turns: Reply(text="x"), "its reply cannot be put in: invalid literal"),
+        (lambda prompt, turns: Reply(text="100"), r"its reply has the ids \[100\], wants ids in \[0, 100\)"),
     ],
 )
 def test_what_a_function_does_wrong_is_one_error_with_prompt_and_turn(play, function, problem) -> None:
@@ -220,7 +236,7 @@ def test_calls_run_beside_each_other_up_to_the_limit(config: RolloutConfig, monk
         return segment(1, EOS)
 
     async def run() -> list[Rollout]:
-        taker = TurnTaker(replace(config, max_concurrency=3), decode=decode, encode=encode)
+        taker = TurnTaker(replace(config, max_concurrency=3), VOCABULARY)
         return await asyncio.gather(*(taker.sample(PROMPT, sample, sampling_seed=i) for i in range(12)))
 
     assert [r.sampling_seed for r in asyncio.run(run())] == list(range(12))
