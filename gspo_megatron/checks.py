@@ -12,6 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from gspo_megatron.cluster_checks import check_placement
 from gspo_megatron.config import ConfigError, Recipe
 from gspo_megatron.multi_turn import load_function
 from gspo_megatron.objective_checks import check_mcore, check_objective
@@ -38,7 +39,7 @@ DERIVED_MCORE_KEYS = frozenset(
 # ServerArgs fields that engine.py sets.
 DERIVED_SGLANG_KEYS = frozenset(
     "model_path tokenizer_path host port device dtype random_seed weight_version api_key served_model_name "
-    "load_format skip_tokenizer_init enable_fp32_lm_head enable_return_routed_experts".split()
+    "load_format skip_tokenizer_init enable_fp32_lm_head enable_return_routed_experts enable_memory_saver".split()
 )
 
 
@@ -89,7 +90,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
     problems = _check_ranges(recipe)
     if not problems:
         problems = _check_parallel(recipe) + _check_sizes(recipe) + _check_sampling(recipe) + _check_model(recipe)
-        problems += _check_turns(recipe) + check_objective(recipe) + check_mcore(recipe)
+        problems += check_objective(recipe) + check_mcore(recipe) + check_placement(recipe) + _check_turns(recipe)
     mcore = upstream_fields("megatron-core", "megatron/core/transformer/transformer_config.py")
     mcore |= upstream_fields("megatron-core", "megatron/core/model_parallel_config.py")
     problems += _check_passed_through("model.mcore", recipe.model.mcore, DERIVED_MCORE_KEYS, mcore)

@@ -68,7 +68,7 @@ class ClusterConfig:
     """SGLang servers on this node."""
     placement: Literal["separate", "colocated"] = "separate"
     """separate: servers have their own devices (on CPU: their own processes). colocated: they share the trainer's
-    CUDA devices, and each sleeps while the other works."""
+    CUDA devices, and one side sleeps while the other works (colocated.py); wants weight_transport: ipc."""
     max_policy_lag: int = 0
     """0: synchronous; generation waits for the push of the newest weights. L >= 1: while the trainer trains on one
     rollout step, up to L further ones are being sampled, so that a token's weights are at most L pushes old."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,12 @@ from gspo_megatron.sglang_cpu import DEVICE_VARIABLE
 
 LOG_LINES, LOG_COLUMNS = 20, 300
 """How much of the server's log an error quotes."""
+WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
+"""SGLang's tags of device memory that a server can release (srt/constants.py)."""
 PROBE_TEMPERATURE = 100.0
 """Flattens any model's distribution, so that equal tokens of two probes mean equal seeds and nothing else."""
+FIRST_FREE_PORT, FREE_PORT_TRIES = 20000, 100
+"""Where and how often a free port is looked for."""
 WATCHDOG = 'read -r _; kill -9 "-$0"'
 """Reads until its writer (the process that started the server) is gone, then ends the server's process group."""
 
@@ -62,6 +68,7 @@ def server_arguments(
         "dtype": recipe.model.dtype,
         "enable_fp32_lm_head": recipe.model.fp32_lm_head and recipe.model.dtype != "float32",
         "enable_return_routed_experts": recipe.loss.routing_replay == "r3",
+        "enable_memory_saver": recipe.cluster.placement == "colocated",
         "random_seed": recipe.seed,
         "weight_version": str(weight_version),
     }
@@ -88,10 +95,13 @@ def server_environment(recipe: Recipe, inherited: Mapping[str, str], *, cuda_dev
         cuda_devices: what the server sees, as CUDA_VISIBLE_DEVICES has it.
 
     Raises:
-        ConfigError: an SGLANG_* variable is inherited that this project does not set to the same value, or
-            cluster.network_interface is none of this machine's.
+        ConfigError: an SGLANG_* variable is inherited that this project does not set to the same value,
+            cluster.network_interface is none of this machine's, or torch's allocator is set to what colocated servers
+            cannot work with.
     """
     own = {"CUDA_VISIBLE_DEVICES": cuda_devices, **interface_variables(recipe.cluster.network_interface)}
+    if recipe.cluster.placement == "colocated":
+        _check_allocator(inherited)
     if recipe.device == "cpu":
         own |= {
             DEVICE_VARIABLE: "cpu",
@@ -110,23 +120,50 @@ def server_environment(recipe: Recipe, inherited: Mapping[str, str], *, cuda_dev
     return {**kept, **own}
 
 
+def _check_allocator(inherited: Mapping[str, str]) -> None:
+    """Refuse torch's expandable segments: torch-memory-saver 0.0.10 does, and a server cannot open them over IPC."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in inherited.get(name, "").replace(" ", "").lower():
+            raise ConfigError(
+                f"environment: {name}={inherited[name]}: with cluster.placement: colocated servers cannot release "
+                "memory of expandable segments; unset it"
+            )
+
+
 def take_port(host: str, port: int) -> int:
     """The port, after a look whether it can be bound; a free one for 0.
 
     Raises:
         ConfigError: something listens there, or the host is not this machine's.
     """
+    if port == 0:
+        return _free_port(host)
+    try:
+        return _bound_port(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.server_port={port}: port is in use on {host} or cannot be bound ({error.strerror}); "
+            "stop what listens there, or set cluster.server_port to another port or to 0 for a free one"
+        ) from error
+
+
+def _free_port(host: str) -> int:
+    """One that Linux gives to no outgoing connection, since a server takes its port many seconds later."""
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = range(FIRST_FREE_PORT, first_outgoing)
+    for port in random.SystemRandom().sample(candidates, min(FREE_PORT_TRIES, len(candidates))):
+        with suppress(OSError):
+            return _bound_port(host, port)
+    return _bound_port(host, 0)
+
+
+def _bound_port(host: str, port: int) -> int:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except socket.gaierror as error:
             raise ConfigError(f"cluster.host={host}: is no address of this machine ({error.strerror})") from error
-        except OSError as error:
-            raise ConfigError(
-                f"cluster.server_port={port}: port is in use on {host} or cannot be bound ({error.strerror}); "
-                "stop what listens there, or set cluster.server_port to another port or to 0 for a free one"
-            ) from error
         return int(probe.getsockname()[1])
 
 
@@ -354,6 +391,32 @@ class ServerClient:
     async def flush_cache(self) -> None:
         """Drop all cached keys and values; refused while requests run."""
         await self._call("flush_cache")
+
+    async def release_memory_occupation(self, tags: Sequence[str]) -> None:
+        """Give device memory back to the device; what was in it is lost.
+
+        weights: the parameters. SGLang copies the model's buffers aside and puts them back.
+        kv_cache: the pool of keys and values; the cache is flushed.
+        cuda_graph: what captured graphs keep, where SGLang captured them for it: SGLANG_MEMORY_SAVER_CUDA_GRAPH, with
+        which a server of 0.5.21 does not start unless its default graphs for prefill are switched off. Otherwise
+        nothing happens, and graphs stay on the device; they are valid again once weights and kv_cache are resumed,
+        which get their old addresses.
+
+        A server without enable_memory_saver, which on a CPU is every one, answers 200 and keeps its memory.
+
+        Args:
+            tags: none of them released at present. The server has to be paused (pause_generation, retract or
+                in_place): a request that runs fails an assertion in its scheduler, which ends the server.
+        """
+        await self._call("release_memory_occupation", tags=list(tags))
+
+    async def resume_memory_occupation(self, tags: Sequence[str]) -> None:
+        """Take released device memory again, at the old addresses; the contents are undefined.
+
+        Args:
+            tags: all of them released: another one is a KeyError in the server's scheduler, which ends the server.
+        """
+        await self._call("resume_memory_occupation", tags=list(tags))
 
     async def weight_version(self) -> int:
         """The version that the server reports for its weights."""

@@ -75,28 +75,33 @@ class Torchrun:
 
 
 def assign_devices(recipe: Recipe, inherited: Mapping[str, str]) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of the trainer, then of each server of this node; no device is given twice.
+    """CUDA_VISIBLE_DEVICES of the trainer, then of each server of this node.
 
-    The trainer's ranks take the first devices, one each; every server the next ones. With `device: cpu` all are "".
+    The trainer's ranks take the first devices, one each; every server the next ones, so that no device is given twice.
+    Colocated servers take the trainer's devices, each the next tp_size of them. With `device: cpu` all are "".
 
     Raises:
         ConfigError: CUDA_VISIBLE_DEVICES is inherited and lists fewer devices than the recipe wants.
     """
     cluster = recipe.cluster
-    counts = [cluster.trainer_ranks] + [recipe.ranks_per_server] * cluster.rollout_servers
+    counts = [recipe.ranks_per_server] * cluster.rollout_servers
     if recipe.device == "cpu":
-        return [""] * len(counts)
-    devices = [str(i) for i in range(sum(counts))]
+        return ["", *("" for _ in counts)]
+    is_shared = cluster.placement == "colocated"
+    wanted = cluster.trainer_ranks + (0 if is_shared else sum(counts))
+    devices = [str(i) for i in range(wanted)]
     if "CUDA_VISIBLE_DEVICES" in inherited:
         devices = [name for name in inherited["CUDA_VISIBLE_DEVICES"].split(",") if name]
-    if len(devices) < sum(counts):
+    if len(devices) < wanted:
+        servers = f" and {cluster.rollout_servers} x {recipe.ranks_per_server} for rollout_servers"
         raise ConfigError(
-            f"cluster: wants {cluster.trainer_ranks} CUDA devices for trainer_ranks and {cluster.rollout_servers} x "
-            f"{recipe.ranks_per_server} for rollout_servers, CUDA_VISIBLE_DEVICES lists {len(devices)}; "
+            f"cluster: wants {cluster.trainer_ranks} CUDA devices for trainer_ranks{'' if is_shared else servers}, "
+            f"CUDA_VISIBLE_DEVICES lists {len(devices)}; "
             "ask for more devices, or set fewer ranks, servers or rollout.sglang.tp_size"
         )
-    remaining = iter(devices)
-    return [",".join(itertools.islice(remaining, count)) for count in counts]
+    remaining = iter(devices if is_shared else devices[cluster.trainer_ranks :])
+    of_trainer = ",".join(devices[: cluster.trainer_ranks])
+    return [of_trainer, *(",".join(itertools.islice(remaining, count)) for count in counts)]
 
 
 def interface_variables(network_interface: str | None) -> dict[str, str]:

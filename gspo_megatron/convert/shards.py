@@ -96,7 +96,14 @@ class Gatherer:
     Building it is "Collective over the default group": owners' addresses are exchanged and checked once.
     """
 
-    def __init__(self, shards: Sequence[Shard], table: Sequence[TensorMap]) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], table: Sequence[TensorMap], *, device: torch.device | None = None
+    ) -> None:
+        """Of shards that lie on this device, or on the host and are then copied piece by piece; None: where they lie.
+
+        Raises:
+            ConversionError: the ranks' shards do not make up the table's tensors.
+        """
         self._rank = dist.get_rank()
         self._own = {(s.mcore_name, s.box): s for s in shards if s.is_owner}
         mine = [
@@ -117,7 +124,7 @@ class Gatherer:
         shapes = {name: shape for op in table for name, shape in op.hf_shapes.items()}
         self.specs = [(name, pieces[0].part.dtype, shapes[name]) for name, pieces in self._pieces.items()]
         """(hf_name, dtype, shape) of every tensor, in order."""
-        self._device = next(iter(self._own.values())).data.device if self._own else torch.device("cpu")
+        self._device = device or next((s.data.device for s in self._own.values()), torch.device("cpu"))
 
     def buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield lists of (hf_name, tensor) on rank 0; other ranks yield empty ones. Collective: exhaust it.
@@ -168,7 +175,7 @@ class Gatherer:
         shard = self._own[piece.mcore_name, piece.part.box]
         start = [a for a, _ in piece.part.box]
         inside = tuple((a - s, b - s) for (a, b), s in zip(piece.block.mcore_box, start, strict=True))
-        return shard.boxed[slices(inside)]
+        return shard.boxed[slices(inside)].to(self._device, non_blocking=True)
 
 
 def _place(piece: _Piece, data: Tensor, tensors: dict[str, Tensor]) -> None:

@@ -12,12 +12,15 @@ from gspo_megatron.engine import Engine
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-def make_model_dir(path, seed):
-    """A Hugging Face directory with the CPU recipe's config and tokenizer and weights wide enough to tell apart."""
+def make_model_dir(path, seed, **changes):
+    """A Hugging Face directory with the CPU recipe's config and tokenizer and weights wide enough to tell apart.
+
+    changes: keys of config.json with other values.
+    """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig.from_pretrained(RECIPES / "tiny-moe")
+    config = Qwen3MoeConfig.from_pretrained(RECIPES / "tiny-moe", **changes)
     config.initializer_range = 0.15
     model = Qwen3MoeForCausalLM(config)
     for parameter in model.parameters():

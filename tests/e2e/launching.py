@@ -22,6 +22,8 @@ SHORT = [
     "evaluate.every=3",
 ]
 """Overrides of the CPU recipe."""
+MARK = "GSPO_MEGATRON_TEST"
+"""Environment variable that still_running looks for; what is started inherits it."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,18 @@ def wait_for_line(launched: Launched, text: str, *, timeout_s: float) -> None:
             launched.process.terminate()
             raise AssertionError(f"no {text!r} within {timeout_s} s: {launched.log_path.read_text()}")
         time.sleep(0.2)
+
+
+def still_running(mark: str) -> list[psutil.Process]:
+    """Processes that were started with mark in the environment variable MARK, or by such ones; zombies do not run."""
+    found = []
+    for process in psutil.process_iter(["pid"]):
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
 
 
 def server_process(url: str) -> psutil.Process:

@@ -20,7 +20,7 @@ from gspo_megatron.launch import server_ports
 from gspo_megatron.process import RunError
 from gspo_megatron.supervisor import Supervisor
 from tests.e2e.conftest import RECIPES
-from tests.e2e.launching import listener_at, server_process
+from tests.e2e.launching import MARK, listener_at, server_process, still_running
 from tests.e2e.test_sglang_server import call
 
 HOST = "127.0.0.1"
@@ -63,12 +63,13 @@ def supervisor(model_dir, output, tmp_path_factory):
         ports=server_ports(recipe),
         console=Console(file=output, width=500),
     )
-    with supervisor:
-        supervisor.start()
-        yield supervisor
-        of_servers = [p for url in urls(supervisor).values() for p in session_members(server_process(url).pid)]
-    assert not [pid for pid in of_servers if psutil.pid_exists(pid)]
-    assert not [p for p in psutil.Process().children(recursive=True) if str(recipe.run_dir) in " ".join(p.cmdline())]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MARK, str(recipe.run_dir))
+        with supervisor:
+            supervisor.start()
+            assert len(still_running(str(recipe.run_dir))) >= 2 * 3
+            yield supervisor
+    assert not still_running(str(recipe.run_dir))
     assert read_servers(supervisor.folder) == []
 
 

@@ -422,6 +422,44 @@ def test_objectives_and_megatron_settings_that_compute_something_else_are_refuse
     assert got.startswith(problem)
 
 
+COLOCATED = ("device=cuda", "cluster.placement=colocated", "cluster.weight_transport=ipc")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ["cluster.placement=colocated", "cluster.weight_transport=ipc"],
+            "cluster.placement=colocated: SGLang releases memory of CUDA devices only; use separate on the CPU",
+        ),
+        (["cluster.weight_transport=ipc"], "cluster.weight_transport=ipc: hands over memory of shared devices"),
+        ([*COLOCATED, "cluster.weight_transport=broadcast"], "cluster.weight_transport=broadcast: colocated servers"),
+        ([*COLOCATED, "cluster.weight_transport=disk"], "cluster.weight_transport=disk: colocated servers want ipc"),
+        ([*COLOCATED, "cluster.max_policy_lag=1"], "cluster.max_policy_lag=1: colocated servers sleep while"),
+        ([*COLOCATED, "cluster.rollout_servers=3"], "cluster.rollout_servers=3: times rollout.sglang.tp_size=1 is"),
+        ([*COLOCATED, "cluster.trainer_ranks=4", "rollout.sglang={tp_size: 3}"], "rollout.sglang.tp_size=3: does not"),
+        ([*COLOCATED, "rollout.sglang.enable_memory_saver=true"], "rollout.sglang.enable_memory_saver: is derived"),
+        (
+            [*COLOCATED, "rollout.sglang.enable_weights_cpu_backup=true"],
+            "rollout.sglang.enable_weights_cpu_backup=True: with cluster.placement: colocated wants False: keeps",
+        ),
+        ([*COLOCATED, "rollout.sglang.weight_cache_mode=client"], "rollout.sglang.weight_cache_mode=client: with"),
+        ([*COLOCATED, "rollout.sglang.base_gpu_id=1"], "rollout.sglang.base_gpu_id=1: with cluster.placement: colo"),
+        ([*COLOCATED, "model.mcore.fp8=e4m3", "model.mcore.fp8_param=true"], "model.mcore.fp8_param=True: with"),
+        ([*COLOCATED, "model.mcore.cuda_graph_impl=local"], "model.mcore.cuda_graph_impl=local: with cluster"),
+    ],
+)
+def test_devices_that_servers_cannot_share_with_the_trainer_are_refused(overrides, problem):
+    (got,) = problems_of(*overrides)
+    assert got.startswith(problem)
+
+
+def test_colocated_servers_have_a_recipe():
+    load_recipe(RECIPE, COLOCATED)
+    four = ["cluster.trainer_ranks=8", "cluster.rollout_servers=4", "rollout.sglang={tp_size: 2, base_gpu_id: 0}"]
+    load_recipe(RECIPE, [*COLOCATED, *four])
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -34,6 +34,27 @@ def test_too_few_devices_are_refused_with_both_numbers():
         assign_devices(recipe_with(*CUDA), {"CUDA_VISIBLE_DEVICES": ""})
 
 
+COLOCATED = ("device=cuda", "cluster.placement=colocated", "cluster.weight_transport=ipc", "cluster.trainer_ranks=4")
+
+
+def test_colocated_servers_take_the_trainers_devices_one_after_the_other():
+    two = recipe_with(*COLOCATED, "cluster.rollout_servers=2")
+    assert assign_devices(two, {}) == ["0,1,2,3", "0", "1"]
+    two_each = recipe_with(*COLOCATED, "cluster.rollout_servers=2", "rollout.sglang={tp_size: 2}")
+    assert assign_devices(two_each, {"CUDA_VISIBLE_DEVICES": "7,5,GPU-a,1,0"}) == ["7,5,GPU-a,1", "7,5", "GPU-a,1"]
+    with pytest.raises(ConfigError, match="wants 4 CUDA devices for trainer_ranks, CUDA_VISIBLE_DEVICES lists 3"):
+        assign_devices(two, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+
+
+def test_allocator_that_a_colocated_server_cannot_work_with_is_refused():
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        inherited = {name: "max_split_size_mb:512, expandable_segments:True"}
+        with pytest.raises(ConfigError, match=f"environment: {name}=.*cannot release memory of expandable segments"):
+            server_environment(recipe_with(*COLOCATED), inherited)
+        server_environment(recipe_with(*CUDA), inherited)
+        server_environment(recipe_with(*COLOCATED), {name: "expandable_segments:False"})
+
+
 def test_on_cpu_nobody_gets_a_device():
     recipe = recipe_with("cluster.rollout_servers=2")
     assert assign_devices(recipe, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == ["", "", ""]

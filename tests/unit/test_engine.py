@@ -1,11 +1,13 @@
 """What a server is started with."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
+from gspo_megatron import engine as engine_module
 from gspo_megatron.config import ConfigError, load_recipe
-from gspo_megatron.engine import server_arguments, server_environment
+from gspo_megatron.engine import server_arguments, server_environment, take_port
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -50,6 +52,12 @@ def test_server_multiplies_by_its_head_as_the_trainer_does(dtype, fp32_lm_head, 
     assert ("--enable-fp32-lm-head" in given) == is_asked_for
 
 
+def test_colocated_server_is_asked_to_make_its_memory_releasable():
+    colocated = ("device=cuda", "cluster.placement=colocated", "cluster.weight_transport=ipc")
+    assert "--enable-memory-saver" in arguments(*colocated)
+    assert "--enable-memory-saver" not in arguments("device=cuda")
+
+
 def test_a_key_that_the_user_set_is_not_overridden():
     given = arguments("rollout.sglang={attention_backend: intel_amx, sleep_on_idle: false, log_level_http: info}")
     assert value_of("--attention-backend", given) == "intel_amx"
@@ -84,3 +92,22 @@ def test_an_inherited_sglang_variable_is_refused_by_name():
     with pytest.raises(ConfigError, match="SGLANG_USE_CPU_ENGINE=0"):
         server_environment(recipe_with(), {"SGLANG_USE_CPU_ENGINE": "0"})
     assert server_environment(recipe_with(), {"SGLANG_USE_CPU_ENGINE": "1"})["SGLANG_USE_CPU_ENGINE"] == "1"
+
+
+def test_a_free_port_is_one_that_no_outgoing_connection_gets():
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = {take_port("127.0.0.1", 0) for _ in range(20)}
+    assert len(ports) > 1
+    assert all(1024 < port < first_outgoing for port in ports)
+    with pytest.raises(ConfigError, match="cluster.host=nowhere.invalid: is no address of this machine"):
+        take_port("nowhere.invalid", 0)
+
+
+def test_a_taken_port_is_not_offered_as_free(monkeypatch):
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    monkeypatch.setattr(engine_module, "FIRST_FREE_PORT", first_outgoing - 1)
+    assert take_port("127.0.0.1", 0) == first_outgoing - 1
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first_outgoing - 1))
+        taken.listen()
+        assert take_port("127.0.0.1", 0) != first_outgoing - 1
