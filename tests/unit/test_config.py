@@ -354,6 +354,7 @@ def test_wide_sequence_clip_is_refused_for_long_responses_unless_allowed():
 
 
 CORRECTION = "loss.correction={name: tis, high: 2.0}"
+TURN_REWARDS = ["rollout.multi_turn=recipes.calculator:answer", "advantage.turn_rewards=true", "loss.name=gspo_token"]
 SAPO = ("loss.name=sapo", "loss.clip_low=null", "loss.clip_high=null")
 TWO_TP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
 
@@ -393,6 +394,14 @@ TWO_TP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=t
         (["loss.kl={coef: 0.1, estimator: k4, place: loss}"], "loss.kl.estimator='k4': wants one of k1, k2, k3"),
         (["loss.entropy_coef=-1.0"], "loss.entropy_coef=-1.0: wants at least 0"),
         (["advantage.overlong_buffer_tokens=17"], "advantage.overlong_buffer_tokens=17: is above rollout"),
+        (TURN_REWARDS[:2], "advantage.turn_rewards=True: gspo reads one advantage per response; use loss.name"),
+        ([*TURN_REWARDS[:2], "loss.name=gmpo"], "advantage.turn_rewards=True: gmpo reads one advantage per response"),
+        (TURN_REWARDS[1:], "advantage.turn_rewards=True: rollout.multi_turn is null, so there are none"),
+        ([*TURN_REWARDS, "reward.permute=true"], "advantage.turn_rewards=True: reward.permute leaves them alone"),
+        (["data.reasoning_gym=chain_sum"], "rollout.multi_turn: null, but demonstrations of chain_sum call a calc"),
+        (["rollout.multi_turn=recipes.no:answer"], "rollout.multi_turn=recipes.no:answer: importing recipes.no"),
+        (["rollout.max_turns=-1"], "rollout.max_turns=-1: wants at least 0"),
+        (["rollout.max_turns=2"], "rollout.max_turns=2: has no effect without rollout.multi_turn"),
         (["parallel.overlap_param_gather=true"], "parallel.overlap_param_gather: wants use_distributed_optimizer"),
         (["model.mcore.hidden_dropout=0.1"], "model.mcore.hidden_dropout=0.1: noise in the forward pass"),
         (["model.mcore.moe_expert_capacity_factor=1.0"], "model.mcore.moe_expert_capacity_factor=1.0: drops tokens"),
@@ -466,6 +475,8 @@ def test_colocated_servers_have_a_recipe():
     [
         [*SAPO, "loss.tau_positive=1.0", "loss.tau_negative=1.05"],
         ["loss.name=cispo", "loss.clip_low=null", "loss.clip_high=4.0"],
+        TURN_REWARDS,
+        ["rollout.multi_turn=recipes.calculator:answer", "data.reasoning_gym=chain_sum"],
         ["loss.name=grpo", "loss.aggregation=token_mean"],
         [CORRECTION, "loss.routing_replay=r2", "loss.kl={coef: 0.0, estimator: k1, place: reward}"],
         ["loss.correction={name: geometric_rejection, low: 0.999, high: 1.001}"],
