@@ -33,6 +33,8 @@ WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
 ALL_MEMORY = (WEIGHTS, KV_CACHE, CUDA_GRAPH)
 PROBE_TEMPERATURE = 100.0
 """Flattens any model's distribution, so that equal tokens of two probes mean equal seeds and nothing else."""
+KILL_TIMEOUT_S = 60.0
+"""For killed processes to be gone; one that waits for a device takes its time."""
 FIRST_FREE_PORT, FREE_PORT_TRIES = 20000, 100
 """Where and how often a free port is looked for."""
 WATCHDOG = 'read -r _; kill -9 "-$0"'
@@ -100,12 +102,15 @@ def server_environment(recipe: Recipe, inherited: Mapping[str, str], *, cuda_dev
             cluster.network_interface is none of this machine's, or torch's allocator is set to what colocated servers
             cannot work with.
     """
-    own = {"CUDA_VISIBLE_DEVICES": cuda_devices, **interface_variables(recipe.cluster.network_interface)}
+    own = {
+        "CUDA_VISIBLE_DEVICES": cuda_devices,
+        DEVICE_VARIABLE: recipe.device,
+        **interface_variables(recipe.cluster.network_interface),
+    }
     if recipe.cluster.placement == "colocated":
         _check_allocator(inherited)
     if recipe.device == "cpu":
         own |= {
-            DEVICE_VARIABLE: "cpu",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",  # tiny matmuls: two threads are ten times slower than one
             "SGLANG_USE_CPU_ENGINE": "1",
@@ -308,6 +313,9 @@ class Engine:
 
         Args:
             limit_s: how long the server may take for its own shutdown before it is killed, seconds.
+
+        Raises:
+            RolloutError: a process does not end although it was killed.
         """
         if self.is_alive():
             self.process.terminate()
@@ -316,7 +324,10 @@ class Engine:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        deadline = time.monotonic() + KILL_TIMEOUT_S
         while members := session_members(self.process.pid):
+            if time.monotonic() > deadline:
+                raise RolloutError(f"{self.url}: processes {members} run {KILL_TIMEOUT_S:g} s after SIGKILL")
             for pid in members:
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -383,8 +394,7 @@ async def _request(
 class ServerClient:
     """Control calls on one running server. Each raises RolloutError with URL, status and answer when it fails.
 
-    A weight push, in order: pause_generation, begin_weight_update, update_weights_from_distributed per bucket,
-    end_weight_update, flush_cache, continue_generation.
+    A weight push is a row of these calls: weight_sync.py and transports.py have the order.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, timeout_s: float) -> None:
@@ -396,9 +406,13 @@ class ServerClient:
             raise RolloutError(f"POST {self.url}/{endpoint}: status 200, but success is false: {answer}")
         return answer
 
-    async def pause_generation(self) -> None:
-        """Stop sampling; requests in flight go back to the queue and their cached keys and values are dropped."""
-        await self._call("pause_generation", mode="retract")
+    async def pause_generation(self, mode: str = "retract") -> None:
+        """Stop sampling; requests that come meanwhile wait.
+
+        Args:
+            mode: what it does to running requests, as rollout.pause_mode.
+        """
+        await self._call("pause_generation", mode=mode)
 
     async def continue_generation(self) -> None:
         """Resume sampling; requests that were in flight recompute their keys and values with the current weights."""
@@ -438,6 +452,10 @@ class ServerClient:
         """The version that the server reports for its weights."""
         info = await get(self.session, f"{self.url}/model_info", timeout_s=self.timeout_s)
         return int(info["weight_version"])
+
+    async def update_weight_version(self, weight_version: int) -> None:
+        """Set the version that tokens carry from now on; returns when the server's schedulers have it."""
+        await self._call("update_weight_version", new_version=str(weight_version), abort_all_requests=False)
 
     async def init_weights_update_group(
         self,
@@ -501,12 +519,38 @@ class ServerClient:
             group_name=group_name,
             weight_version=None if weight_version is None else str(weight_version),
             load_format=load_format,
-            flush_cache=True,
+            flush_cache=False,  # SGLang's scheduler ends when it cannot; flush_cache answers
         )
 
     async def end_weight_update(self) -> None:
         """Close the weight update: the server finishes what quantised layers need."""
         await self._call("end_weight_update")
+
+    async def update_weights_from_disk(self, model_path: Path) -> None:
+        """Load a Hugging Face directory's weights; begins and ends the update itself."""
+        await self._call("update_weights_from_disk", model_path=str(model_path), load_format="auto", flush_cache=False)
+
+    async def update_weights_from_tensor(self, payloads: Sequence[str]) -> None:
+        """Load a bucket from CUDA memory that this process shares.
+
+        Args:
+            payloads: per rank of the server: SGLang's MultiprocessingSerializer, base64, of a flattened bucket.
+        """
+        await self._call(
+            "update_weights_from_tensor",
+            serialized_named_tensors=list(payloads),
+            load_format="flattened_bucket",
+            flush_cache=False,
+        )
+
+    async def received_weights(self) -> list[dict[str, str]]:
+        """What the last update gave each rank of the server: Hugging Face name -> checksum (sglang_checksum.py).
+
+        Raises:
+            RolloutError: also where the server has no such record, because the plug-in is not installed.
+        """
+        answer = await self._call("weights_checker", action="received")
+        return [rank["checksums"] for rank in answer["ranks"]]
 
     async def weights_checksum(self) -> list[dict[str, str]]:
         """One mapping per rank of the server: name of its (fused) parameter -> hash of its bytes.

@@ -1,9 +1,12 @@
-"""What lets the unmodified SGLang wheel serve on a CPU without AMX, with seeded sampling. Source: sglang 0.5.21.
+"""SGLang's plug-in hook, and what lets its unmodified wheel serve on a CPU without AMX, with seeded sampling.
+
+Source: sglang 0.5.21. On every device the hook registers the record of weight updates (sglang_checksum.py); it acts
+only in servers that engine.py starts, which set GSPO_MEGATRON_DEVICE to the recipe's device.
 
 `python -m gspo_megatron.sglang_cpu <SGLang's own arguments>` is `python -m sglang.launch_server` with two additions:
-stand-ins for packages that SGLang imports there and never calls, and SGLang's plug-in hook `plugin`. Both act only
-where GSPO_MEGATRON_DEVICE is `cpu`, which engine.py sets for a recipe with `device: cpu`. SGLang spawns its scheduler
-and detokenizer; each spawned Python imports this module again as its main module, and so has the stand-ins, too.
+stand-ins for packages that SGLang imports there and never calls, and replacements by `plugin`, both where
+GSPO_MEGATRON_DEVICE is `cpu`. SGLang spawns its scheduler and detokenizer; each spawned Python imports this module
+again as its main module, and so has the stand-ins, too.
 
 Nothing here changes a number: log-probs come from SGLang's own torch path.
 Shapes: B = requests of the batch, V = vocabulary.
@@ -189,12 +192,20 @@ def _nothing_to_do(*args: object, **kwargs: object) -> None:
 def plugin() -> None:
     """SGLang's plug-in hook: it calls this in its server process and in every scheduler, before their set-up.
 
-    Returns at once unless GSPO_MEGATRON_DEVICE is `cpu`. SGLang logs what a plug-in raises and goes on, so the checks
-    also run in `main`, and engine.py asks a started server for the same seed twice.
+    Does nothing in a server that engine.py did not start. SGLang logs what a plug-in raises and goes on, so the checks
+    also run in `main`, engine.py asks a started server for the same seed twice, and a weight push asks for the record.
     """
-    if os.environ.get(DEVICE_VARIABLE) != "cpu":
+    if DEVICE_VARIABLE not in os.environ:
         return
     check_version()
+    from gspo_megatron.sglang_checksum import register
+
+    register()
+    if os.environ[DEVICE_VARIABLE] == "cpu":
+        _register_cpu_replacements()
+
+
+def _register_cpu_replacements() -> None:
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

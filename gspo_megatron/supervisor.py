@@ -154,14 +154,18 @@ class Supervisor:
                 self._end_bring_up(place, place.bring_up)
 
     def stop(self) -> None:
-        """End all servers with all that they started. Safe to call twice."""
+        """End all servers with all that they started. Safe to call twice.
+
+        Raises:
+            RolloutError: a process does not end although it was killed.
+        """
         self._stopping.set()
         with self._start_lock:  # no server is started from here on
             engines = [place.engine for place in self._places if place.engine is not None]
-        with ThreadPoolExecutor(max_workers=max(1, len(engines))) as pool:
-            list(pool.map(Engine.stop, engines))
         for place in self._places:
             withdraw(self.folder, place.name)
+        with ThreadPoolExecutor(max_workers=max(1, len(engines))) as pool:
+            list(pool.map(Engine.stop, engines))
         self._pool.shutdown(cancel_futures=True)
 
     def _bring_up(self, place: _Place) -> Engine:

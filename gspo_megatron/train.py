@@ -40,6 +40,7 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, has_servers: boo
     from gspo_megatron.mcore.parallel import initialize
     from gspo_megatron.optimize import add_old_logprobs, optimizer_step
     from gspo_megatron.reference import ReferencePolicy
+    from gspo_megatron.routed_experts import RouteFormat
     from gspo_megatron.weight_sync import WeightSync
 
     parallel = initialize(recipe)
@@ -61,6 +62,7 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, has_servers: boo
     loss_fn = partial(policy_loss, cfg=recipe.loss, cp_group=parallel.shared_cp_group)
     count = partial(denominator, cfg=recipe.loss, max_response_tokens=recipe.rollout.max_response_tokens)
     temperature = recipe.rollout.temperature
+    routes = RouteFormat.of(policy.hf_config) if recipe.loss.routing_replay == "r3" else None
     failed_batch = recipe.run_dir / "failed_step" / f"rank_{parallel.rank}.safetensors"
     step = partial(
         optimizer_step,
@@ -91,7 +93,7 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, has_servers: boo
                 )
                 sampler.save(groups, rollout_step)
             with clock.stage("batch"):
-                batches = make_batches(groups, recipe.batch, parallel.batch_layout)
+                batches = make_batches(groups, recipe.batch, parallel.batch_layout, routes=routes)
             with clock.stage("old_logprobs"):
                 batches = add_old_logprobs(
                     policy,

@@ -1,55 +1,98 @@
-"""Megatron shards -> Hugging Face named buckets -> running SGLang servers, over a collective broadcast.
+"""Megatron shards -> Hugging Face named buckets -> running SGLang servers; each push is verified before it counts.
 
-Source: sglang 0.5.21, `/init_weights_update_group`, `/update_weights_from_distributed` (load_format flattened_bucket).
-The broadcast group has this trainer's rank 0 as rank 0 and each server's processes after it: gloo on CPU, NCCL on GPU.
+One attempt, on the servers that it is for: pause generation and set their version to NO_VERSION, so that nothing
+they say counts; bring all tensors (transports.py); compare what each of a server's ranks received with what was sent,
+name by name (sglang_checksum.py); set the version and resume. A server that fails is rejected (fleet.py), and the
+attempt is made again with the others. Every wait has a limit: no longer than a health probe may take, so that the
+supervisor of the servers and the trainer agree on what hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import datetime
-import threading
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aiohttp
-import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from gspo_megatron.config import Recipe
+from gspo_megatron.convert.fp8_io import Fp8Export, fp8_config
 from gspo_megatron.convert.shards import Gatherer
-from gspo_megatron.engine import RolloutError, ServerClient, take_port
+from gspo_megatron.engine import RolloutError, ServerClient
+from gspo_megatron.fleet import NO_VERSION, Fleet, Server
+from gspo_megatron.sglang_checksum import UNFILLED
+from gspo_megatron.transports import Broadcast, Bucket, BucketStream, Disk, Ipc, PushFailed, Targets, Transport
 
 if TYPE_CHECKING:
     from gspo_megatron.mcore.model import Policy
 
+logger = logging.getLogger(__name__)
+
 BUCKET_BYTES = 512 * 2**20
-"""Bytes of one broadcast; what trainer rank 0 and each server hold beside their weights."""
-GROUP_NAME = "gspo_megatron_weights"
+"""Bytes of one bucket, or the largest tensor: rank 0 holds three, a server two beside its weights."""
+PAUSE_LIMIT_S = 15.0
+"""A server that is asked to pause answers between two batches."""
+TICK_S = 5.0
+"""Rank 0 waits this long for a server before it lets the other ranks, which wait in a collective, look up."""
+MAX_ATTEMPTS = 8
+"""Failed ones of one push."""
+SHOWN = 5
+"""Tensors that a message names."""
 
 
 class WeightSync:
-    """The way of the policy's weights to the servers. All ranks hold one and call push together."""
+    """The way of the policy's weights to the servers. All ranks hold one and call its methods together."""
 
-    def __init__(self, policy: Policy, recipe: Recipe, server_urls: Sequence[str]) -> None:
-        """Exchange the shards' addresses; rank 0 joins a broadcast group with the servers. Collective.
+    def __init__(self, policy: Policy, recipe: Recipe, fleet: Fleet | None) -> None:
+        """Exchange the shards' addresses. Collective over the default group.
 
-        Raises:
-            RolloutError: a server did not join in time.
+        Args:
+            policy: whose weights are pushed.
+            recipe: its cluster and rollout sections are used.
+            fleet: the servers, on rank 0; None on the others, and on rank 0 of a run without servers.
         """
-        self._policy = policy
-        self._urls = list(server_urls)
-        self._timeout_s = recipe.cluster.collective_timeout_s
-        self._gatherer = Gatherer(policy.shards(), policy.ops)
-        self._group: Any = None
-        if self._urls:
-            policy.parallel.on_rank_0(lambda: self._connect(recipe))
+        self._policy, self._fleet = policy, fleet
+        cluster = recipe.cluster
+        self._limit_s = min(cluster.probe_timeout_s, cluster.collective_timeout_s / 2)
+        self._pause_limit_s = min(self._limit_s, PAUSE_LIMIT_S)
+        self._wait_s = cluster.start_timeout_s + cluster.probe_timeout_s
+        self._pause_mode, self._flush_cache = recipe.rollout.pause_mode, recipe.rollout.flush_cache
+        self._gatherer = Gatherer(policy.shards(), policy.ops, device=policy.parallel.device)
+        self._fp8 = None
+        specs, quantization_config = self._gatherer.specs, None
+        if recipe.rollout.serve_fp8:
+            quantization_config = fp8_config(specs)
+            self._fp8 = Fp8Export(specs, quantization_config)
+            specs = self._fp8.specs
+        self._transport: Transport
+        if cluster.weight_transport == "broadcast":
+            self._transport = Broadcast(recipe, limit_s=self._limit_s)
+        elif cluster.weight_transport == "ipc":
+            self._transport = Ipc(recipe, device=policy.parallel.device)
+        else:
+            companions_from = Path(recipe.model.hf_dir)
+            self._transport = Disk(
+                recipe.run_dir, specs, companions_from=companions_from, quantization_config=quantization_config
+            )
+        self._has_servers = policy.parallel.on_rank_0(lambda: fleet is not None)
+        self._weight_version = NO_VERSION
+        self._targets: list[Server] = []
+        self._paused: set[Server] = set()
+        self._failed: dict[Server, str] = {}
+        self._num_failed_attempts = 0
+        self._num_reached = 0
+        self.seconds: dict[str, float] = defaultdict(float)
+        """Of rank 0, summed over all pushes: gather, checksum (both beside the rest), broadcast or write, load,
+        verify, total."""
 
     def push(self, weight_version: int) -> int:
-        """Send every tensor, set the version, confirm it. Collective over the default group.
+        """Send every tensor to every server and verify it there. Collective over the default group.
 
-        No request runs when it is called: training is synchronous, so no token can mix two versions.
+        Returns when every announced server that did not fail meanwhile has the weights; there is at least one.
 
         Args:
             weight_version: what the servers report from now on.
@@ -58,127 +101,183 @@ class WeightSync:
             weight_version.
 
         Raises:
-            RolloutError: a server refused, or reports another version afterwards.
+            RolloutError: on rank 0: no server took the weights; names each and says why. OtherRankFailed on the
+                others.
         """
-        if not self._urls:
+        if not self._has_servers:
             return weight_version
-        self._policy.finish_param_sync()
-        if self._policy.parallel.rank != 0:
-            for _ in self._gatherer.buckets(BUCKET_BYTES):
-                pass
-        return self._policy.parallel.on_rank_0(lambda: self._send(weight_version))
-
-    def close(self) -> None:
-        """Leave the broadcast group; rank 0 only has work to do."""
-        if self._group is not None:
-            asyncio.run(self._on_all(lambda s: s.destroy_weights_update_group(group_name=GROUP_NAME)))
-            self._group = None
-
-    def _connect(self, recipe: Recipe) -> None:
-        # Imported here: SGLang takes seconds, and only rank 0 needs its way of making a group.
-        from sglang.srt.utils.common import init_custom_process_group
-
-        host = recipe.cluster.host
-        port = take_port(host, 0)
-        world_size = 1 + recipe.ranks_per_server * len(self._urls)
-        backend = "nccl" if recipe.device == "cuda" else "gloo"
-
-        timeout = datetime.timedelta(seconds=self._timeout_s)
-        # Not by init_method: under torchrun that would look for torchrun's own store at this address.
-        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout)
-
-        def join() -> None:
-            self._group = init_custom_process_group(
-                backend=backend,
-                store=dist.PrefixStore(GROUP_NAME, store),
-                world_size=world_size,
-                rank=0,
-                group_name=GROUP_NAME,
-                timeout=timeout,
-            )
-
-        async def servers_join(server: ServerClient) -> None:
-            await server.init_weights_update_group(
-                master_address=host,
-                master_port=port,
-                rank_offset=1 + recipe.ranks_per_server * self._urls.index(server.url),
-                world_size=world_size,
-                group_name=GROUP_NAME,
-                backend=backend,
-            )
-
-        asyncio.run(self._on_all(servers_join, beside=join))
-
-    def _send(self, weight_version: int) -> int:
-        buckets = self._gatherer.buckets(BUCKET_BYTES)
-        try:
-            asyncio.run(self._on_all(lambda s: s.begin_weight_update()))
-            pending: list[tuple[str, Tensor]] = []
-            for bucket in buckets:
-                if pending:
-                    self._broadcast(pending, None)
-                pending = bucket
-            self._broadcast(pending, weight_version)  # the last bucket carries the version
-            asyncio.run(self._on_all(lambda s: s.end_weight_update()))
-            asyncio.run(self._on_all(lambda s: self._confirm(s, weight_version)))
-        finally:
-            for _ in buckets:  # after an error: the other ranks are still sending, and must get to the end
-                pass
+        self._weight_version = weight_version
+        if self._fleet is not None:
+            self._fleet.begin_push(weight_version)
+        self._run(self._choose_all)
         return weight_version
 
-    def _broadcast(self, bucket: list[tuple[str, Tensor]], weight_version: int | None) -> None:
-        """One bucket as the bytes of its tensors, one after the other (SGLang's FlattenedTensorBucket)."""
-        flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket])
+    def bring_up(self) -> None:
+        """Bring the current weights to the servers that lack them; the others go on. Collective, as push.
 
-        async def receive(server: ServerClient) -> None:
-            await server.update_weights_from_distributed(
-                names=[name for name, _ in bucket],
-                dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-                shapes=[list(tensor.shape) for _, tensor in bucket],
-                group_name=GROUP_NAME,
-                weight_version=weight_version,
-                load_format="flattened_bucket",
-            )
+        A server that fails is rejected, so that it comes again, or is restarted.
 
-        asyncio.run(self._on_all(receive, beside=lambda: dist.broadcast(flat, src=0, group=self._group)))
+        Raises:
+            RolloutError: the trainer's own part failed.
+        """
+        if self._has_servers and self._weight_version != NO_VERSION:
+            self._run(self._choose_wanting)
 
-    async def _confirm(self, server: ServerClient, weight_version: int) -> None:
-        await server.flush_cache()
-        reported = await server.weight_version()
-        if reported != weight_version:
-            raise RolloutError(f"{server.url}: reports weight_version {reported} after a push of {weight_version}")
-
-    async def _on_all(
-        self, call: Callable[[ServerClient], Awaitable[None]], *, beside: Callable[[], Any] | None = None
-    ) -> None:
-        """call on every server at once, with a blocking function beside it; the first error wins."""
-        async with aiohttp.ClientSession() as session:
-            servers = [ServerClient(session, url, timeout_s=self._timeout_s) for url in self._urls]
-            work = [call(server) for server in servers]
-            await asyncio.gather(*work, *([] if beside is None else [_in_daemon_thread(beside)]))
-
-
-def _in_daemon_thread(fn: Callable[[], Any]) -> asyncio.Future[None]:
-    """Run a blocking function; unlike asyncio's own threads it is not waited for when another call has failed."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def report(succeeded: bool) -> None:
-        if done.cancelled():
+    def close(self) -> None:
+        """Leave the servers. Rank 0 only has work to do."""
+        fleet = self._fleet
+        if fleet is None or self._weight_version == NO_VERSION:
             return
-        if succeeded:
-            done.set_result(None)
-        else:
-            done.set_exception(RolloutError("the trainer's side of a weight push failed; its traceback is in the log"))
 
-    def body() -> None:
-        succeeded = False
+        async def leave() -> None:
+            async with _session() as session:
+                await self._transport.leave(Targets(session, fleet.ready(), limit_s=self._pause_limit_s))
+
+        asyncio.run(leave())
+
+    def _run(self, choose: Callable[[], bool | None]) -> None:
+        """Attempts until choose finds nothing more to do. Rank 0 decides, all ranks gather."""
+        parallel = self._policy.parallel
+        self._policy.finish_param_sync()
+        self._failed, self._num_failed_attempts, self._num_reached = {}, 0, 0
+        self._deadline_s = time.monotonic() + self._wait_s
+        start_s = time.perf_counter()
         try:
-            fn()
-            succeeded = True
+            while (is_chosen := parallel.on_rank_0(choose)) is not False:
+                if is_chosen is None:
+                    continue
+                if parallel.rank != 0:
+                    for _ in self._buckets():
+                        pass
+                parallel.on_rank_0(self._attempt)
         finally:
-            if not loop.is_closed():  # closed: another call has failed, and nobody waits for this one
-                loop.call_soon_threadsafe(report, succeeded)
+            if self._paused:  # after an error
+                asyncio.run(self._resume(self._paused))
+        self.seconds["total"] += time.perf_counter() - start_s
 
-    threading.Thread(target=body, daemon=True).start()
-    return done
+    def _buckets(self) -> Iterator[Bucket]:
+        return self._transport.buckets(self._hf_buckets())
+
+    def _hf_buckets(self) -> Iterator[Bucket]:
+        for bucket in self._gatherer.buckets(BUCKET_BYTES):
+            yield bucket if self._fp8 is None else list(self._fp8.tensors(bucket))
+
+    def _choose_all(self) -> bool | None:
+        """Targets of the next attempt of a push; False: done; None: no server is there as yet."""
+        assert self._fleet is not None
+        if self._num_reached:
+            return False
+        if self._num_failed_attempts >= MAX_ATTEMPTS:
+            raise RolloutError(f"no weight push in {MAX_ATTEMPTS} attempts: {self._reasons()}")
+        tick_s = min(time.monotonic() + TICK_S, self._deadline_s)
+        while not (announced := self._fleet.announced()):
+            if time.monotonic() > self._deadline_s:
+                raise RolloutError(f"no server to push weights to within {self._wait_s:g} s{self._reasons()}")
+            if time.monotonic() > tick_s:
+                return None
+            time.sleep(0.2)
+        self._targets = [server for server in announced if server not in self._failed] or announced
+        return True
+
+    def _choose_wanting(self) -> bool:
+        assert self._fleet is not None
+        self._targets = [server for server in self._fleet.wanting() if server not in self._failed]
+        return bool(self._targets)
+
+    def _reasons(self) -> str:
+        return "".join(f"\n  {s.name} ({s.url}): {reason}" for s, reason in self._failed.items())
+
+    def _attempt(self) -> None:
+        """On rank 0: one attempt on the targets. Those that fail are rejected."""
+        assert self._fleet is not None
+        stream = BucketStream(self._buckets(), self.seconds)
+        try:
+            asyncio.run(self._push_to_targets(stream))
+        except PushFailed as failure:
+            self._num_failed_attempts += 1
+            self._reject(failure.reasons)
+            asyncio.run(self._clean_up(failure))
+        finally:
+            stream.drain()
+
+    def _reject(self, reasons: dict[Server, str]) -> None:
+        assert self._fleet is not None
+        self._failed |= reasons
+        for server, reason in reasons.items():
+            self._fleet.reject(server, f"weight push: {reason}")
+
+    async def _push_to_targets(self, stream: BucketStream) -> None:
+        assert self._fleet is not None
+        async with _session() as session:
+            targets = Targets(session, self._targets, limit_s=self._limit_s)
+            await self._transport.prepare(targets, stream)
+            self._paused |= set(self._targets)
+            await Targets(session, self._targets, limit_s=self._pause_limit_s).all(self._pause)
+            await self._transport.deliver(targets, stream)
+            start_s = time.perf_counter()
+            sent = stream.checksums.resolve()
+
+            async def finish(server: ServerClient, _place: int) -> None:
+                if self._flush_cache:
+                    await server.flush_cache()
+                check_received(await server.received_weights(), sent)
+                await server.update_weight_version(self._weight_version)
+                if (reported := await server.weight_version()) != self._weight_version:
+                    raise RolloutError(f"reports weight_version {reported} after a push of {self._weight_version}")
+
+            await targets.all(finish)
+            self.seconds["verify"] += time.perf_counter() - start_s
+        failed = await self._resume(self._paused)
+        reached = [server for server in self._targets if server not in failed]
+        self._num_reached = len(reached)
+        self._fleet.confirm(reached, self._weight_version)
+        self._reject(failed)
+
+    async def _pause(self, server: ServerClient, _place: int) -> None:
+        await server.pause_generation(self._pause_mode)
+        await server.update_weight_version(NO_VERSION)  # its schedulers answer this one
+
+    async def _clean_up(self, failure: PushFailed) -> None:
+        """Leave the other servers paused for the next attempt; let go of those that failed."""
+        answering = [s for s in self._targets if not (failure.are_silent and s in failure.reasons)]
+        async with _session() as session:
+            await self._transport.leave(Targets(session, answering, limit_s=self._pause_limit_s))
+        await self._resume(failure.reasons)
+
+    async def _resume(self, servers: Collection[Server]) -> dict[Server, str]:
+        """Let those of the servers that are paused generate again; returns why some do not."""
+        chosen = sorted(self._paused.intersection(servers), key=lambda server: server.name)
+        self._paused.difference_update(chosen)
+        async with _session() as session:
+            try:
+                targets = Targets(session, chosen, limit_s=self._pause_limit_s)
+                await targets.all(lambda server, _place: server.continue_generation())
+            except PushFailed as failure:
+                return failure.reasons
+        return {}
+
+
+def _session() -> aiohttp.ClientSession:
+    """A connection for each request: SGLang closes one that is idle for 5 s, and a request that meets that is lost."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0))
+
+
+def check_received(ranks: list[dict[str, str]], sent: dict[str, str]) -> None:
+    """Compare what each rank of a server received with what was sent.
+
+    Args:
+        ranks: as ServerClient.received_weights.
+        sent: checksum of each tensor.
+
+    Raises:
+        RolloutError: names tensors that differ, did not arrive, were not sent, and parameters that got nothing.
+    """
+    for rank, received in enumerate(ranks):
+        missing = [f"{name} did not arrive" for name in sent if name not in received]
+        differ = [f"{name} differs" for name, value in sent.items() if received.get(name, value) != value]
+        surplus = [name for name in received if name not in sent]
+        surplus = [name if name.startswith(UNFILLED) else f"{name} was not sent" for name in surplus]
+        problems = differ + missing + surplus
+        if problems:
+            more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            raise RolloutError(f"rank {rank}: {', '.join(problems[:SHOWN])}{more}")

@@ -16,6 +16,8 @@ from gspo_megatron.config import load_recipe
 from gspo_megatron.engine import Engine, ServerClient
 from gspo_megatron.metrics import load_metrics
 from gspo_megatron.types import load_groups
+from tests.chaos.proxy import Fault
+from tests.chaos.runs import assert_complete, suffer
 from tests.distributed.policy_worker import checkpoint_logprobs, tiny_sequences
 from tests.distributed.spawn import spawn
 from tests.e2e.launching import ROOT, Launched, launch, wait_for_line
@@ -243,13 +245,17 @@ def assert_ends(launched: Launched, *, status: int, timeout_s: float):
     return done.text
 
 
-def test_server_killed_during_generation_is_one_error_and_nothing_is_left(output_dir, joined):
-    launched = launch(output_dir, "server_killed", "train.num_rollout_steps=500")
-    wait_for_line(launched, "step    1", timeout_s=180)
-    running(launched, "gspo_megatron.sglang_cpu")[0].kill()
-    text = assert_ends(launched, status=1, timeout_s=60)
-    assert text.count("error: ") == 1
-    assert "SGLang server http://127.0.0.1" in text
+@pytest.mark.timeout(600)
+def test_run_whose_servers_die_and_lie_trains_on_the_same_tokens(output_dir, joined):
+    faults = [
+        Fault(do="nan_logprob", server="server_1", pushes=2, nth=2),
+        Fault(do="kill", server="server_0", pushes=2, nth=4),
+        Fault(do="kill", on="update_weights_from_distributed", server="server_1", pushes=3),
+    ]
+    run = suffer(output_dir, "faults", faults)
+    assert [hit["do"] for hit in run.hits] == ["nan_logprob", "kill", "kill"]
+    assert_complete(run)
+    assert run.token_ids() == [[[r.response_ids for r in g.rollouts] for g in joined.groups(s)] for s in (1, 2, 3)]
 
 
 def test_killed_rank_is_one_error_within_a_minute_and_nothing_is_left(output_dir, joined):

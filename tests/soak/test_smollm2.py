@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from gspo_megatron.batch import TrainSequence, pack_batch
 from gspo_megatron.config import load_recipe
 from gspo_megatron.engine import Engine, post
+from gspo_megatron.fleet import Fleet, Server, announce
 from tests.distributed.policy_worker import RECIPE
 from tests.distributed.spawn import spawn
 from tests.tolerances import SMOLLM2_LOGPROBS, assert_close
@@ -93,7 +94,8 @@ def push_and_score(rank: int, folder: Path, url: str, sequences: list[tuple[list
     recipe = load_recipe(RECIPE, recipe_of(folder))
     policy = build_policy(recipe, initialize(recipe))
     load_initial_weights(policy, build_optimizer(policy, recipe, recipe.optimizer), recipe, recipe.model.load)
-    sync = WeightSync(policy, recipe, [url])
+    announce(folder / "servers", Server(name="server_0", url=url, incarnation=0))
+    sync = WeightSync(policy, recipe, Fleet(folder / "servers"))
     sync.push(1)
     sync.close()
     packed = [TrainSequence(name="", prompt_ids=tuple(p), response_ids=tuple(r)) for p, r in sequences]

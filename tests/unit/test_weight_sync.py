@@ -1,46 +1,187 @@
-"""The thread that the collectives of a weight push run in."""
+"""Who is held to have failed in a weight push, and what a server has to have received."""
 
 import asyncio
-import sys
 import threading
 import time
+from collections import defaultdict
+from functools import partial
 
+import aiohttp
 import pytest
+import torch
 
 from gspo_megatron.engine import RolloutError
-from gspo_megatron.weight_sync import _in_daemon_thread
+from gspo_megatron.fleet import Server
+from gspo_megatron.transports import BucketStream, PushFailed, Targets, in_daemon_thread, widest_first
+from gspo_megatron.weight_sync import check_received
+
+SERVERS = [Server(name=f"server_{i}", url=f"http://host:{i}", incarnation=0) for i in range(3)]
 
 
-def test_failed_call_is_not_kept_waiting_by_a_blocked_collective():
-    release = threading.Event()
+async def answers():
+    await asyncio.sleep(0.01)
 
-    async def refuse():
-        await asyncio.sleep(0.05)
-        raise RolloutError("refused")
 
-    async def push():
-        await asyncio.gather(refuse(), _in_daemon_thread(release.wait))
+async def refuses():
+    raise RolloutError("status 400: no")
+
+
+async def loses_connection():
+    raise RolloutError("ServerDisconnectedError", retryable=True)
+
+
+async def is_silent():
+    await asyncio.sleep(60)
+
+
+def ask(behaviours, limit_s=0.3, **options):
+    async def run():
+        async with aiohttp.ClientSession() as session:
+            targets = Targets(session, SERVERS, limit_s=limit_s)
+            await targets.all(lambda _client, place: behaviours[place](), **options)
+
+    asyncio.run(run())
+
+
+def failed(behaviours, **options):
+    with pytest.raises(PushFailed) as caught:
+        ask(behaviours, **options)
+    return {server.name: reason for server, reason in caught.value.reasons.items()}, caught.value.are_silent
+
+
+def test_all_servers_that_answer_are_no_failure():
+    ask([answers, answers, answers], beside=lambda: None)
+
+
+def test_server_that_is_silent_or_lost_is_to_blame_and_not_the_one_that_refused_beside_it():
+    assert failed([answers, loses_connection, answers]) == ({"server_1": "ServerDisconnectedError"}, True)
+    assert failed([refuses, is_silent, answers]) == ({"server_1": "no answer within 0.3 s"}, True)
+    assert failed([refuses, loses_connection, answers]) == ({"server_1": "ServerDisconnectedError"}, True)
+    assert failed([answers, refuses, answers]) == ({"server_1": "status 400: no"}, False)
+
+
+def test_servers_that_wait_for_a_lost_one_are_released_and_not_blamed():
+    async def run():
+        released = asyncio.Event()
+
+        async def waits():
+            await released.wait()
+            raise RolloutError("status 400: broken collective")
+
+        behaviours = [waits, loses_connection, waits]
+        async with aiohttp.ClientSession() as session:
+            targets = Targets(session, SERVERS, limit_s=30.0)
+            await targets.all(lambda _client, place: behaviours[place](), release=released.set)
 
     start_s = time.monotonic()
-    with pytest.raises(RolloutError, match="refused"):
-        asyncio.run(push())
+    with pytest.raises(PushFailed) as caught:
+        asyncio.run(run())
+    assert [server.name for server in caught.value.reasons] == ["server_1"]
+    assert time.monotonic() - start_s < 10.0
+
+
+def test_failure_of_the_trainers_own_side_is_an_error_that_says_so():
+    def fails():
+        raise ValueError("own")
+
+    with pytest.raises(RolloutError, match="trainer's side of a weight push failed: ValueError: own"):
+        ask([answers, answers, answers], beside=fails)
+    assert failed([answers, loses_connection, answers], beside=fails)[0] == {"server_1": "ServerDisconnectedError"}
+    blocked = threading.Event()
+    with pytest.raises(RolloutError, match="was not done within 0.2 s"):
+        ask([answers, answers, answers], beside=partial(blocked.wait, 60), limit_s=0.2)
+    blocked.set()
+
+
+def test_thread_is_not_waited_for_when_the_loop_ends():
+    release = threading.Event()
+
+    async def run():
+        in_daemon_thread(release.wait)
+
+    start_s = time.monotonic()
+    asyncio.run(run())
     assert time.monotonic() - start_s < 5.0
     release.set()
 
 
-def test_error_in_the_thread_is_an_error_of_the_push(monkeypatch):
-    seen, has_seen = [], threading.Event()  # the thread reports first and is unwound after
+def test_error_in_the_thread_is_raised_where_it_is_awaited():
+    async def run():
+        await in_daemon_thread(lambda: [][0])
 
-    def hook(args):
-        seen.append(args.exc_value)
-        has_seen.set()
+    with pytest.raises(IndexError):
+        asyncio.run(run())
 
-    monkeypatch.setattr(threading, "excepthook", hook)
 
-    async def push():
-        await _in_daemon_thread(lambda: sys.getrefcount())
+def make_stream(count, log):
+    def buckets():
+        for i in range(count):
+            log.append(i)
+            yield [(f"t{i}", torch.full((3,), float(i)))]
 
-    with pytest.raises(RolloutError, match="weight push failed"):
-        asyncio.run(push())
-    assert has_seen.wait(timeout=10)
-    assert isinstance(seen[0], TypeError)
+    return BucketStream(buckets(), defaultdict(float))
+
+
+def test_next_bucket_is_gathered_while_one_is_sent_and_no_further():
+    log: list[int] = []
+    stream = make_stream(4, log)
+
+    async def run():
+        seen = []
+        async for ((name, _),) in stream.ahead():
+            await asyncio.sleep(0.05)
+            seen.append((name, list(log)))
+        return seen
+
+    assert asyncio.run(run()) == [
+        ("t0", [0, 1]),
+        ("t1", [0, 1, 2]),
+        ("t2", [0, 1, 2, 3]),
+        ("t3", [0, 1, 2, 3]),
+    ]
+    assert list(stream.checksums.resolve()) == ["t0", "t1", "t2", "t3"]
+
+
+def test_drained_stream_has_been_at_its_end_whatever_was_taken():
+    for taken in range(4):
+        log: list[int] = []
+        stream = make_stream(3, log)
+        for _ in range(taken):
+            stream.take()
+        stream.drain()
+        assert log == [0, 1, 2]
+        assert stream.take() is None
+
+
+def test_every_tensor_of_a_bucket_begins_at_a_multiple_of_its_element():
+    bucket = [
+        ("a", torch.zeros(3, dtype=torch.float8_e4m3fn)),
+        ("b", torch.zeros(5, dtype=torch.bfloat16)),
+        ("c", torch.zeros(1)),
+        ("d", torch.zeros(7, dtype=torch.bfloat16)),
+    ]
+    start = 0
+    for _, tensor in widest_first(bucket):
+        assert start % tensor.itemsize == 0
+        start += tensor.nbytes
+    assert [name for name, _ in widest_first(bucket)] == ["c", "b", "d", "a"]
+
+
+SENT = {"a": "01", "b": "02", "c": "03"}
+
+
+@pytest.mark.parametrize(
+    ("received", "message"),
+    [
+        ({"a": "01", "b": "02"}, "rank 1: c did not arrive"),
+        ({"a": "01", "b": "ff", "c": "03"}, "rank 1: b differs"),
+        (SENT | {"d": "04"}, "rank 1: d was not sent"),
+        (SENT | {"unfilled x.w13_weight": ""}, "rank 1: unfilled x.w13_weight"),
+        ({}, "rank 1: a did not arrive, b did not arrive, c did not arrive"),
+        (SENT | {f"n{i}": "" for i in range(9)}, "n4 was not sent and 4 more"),
+    ],
+)
+def test_everything_sent_and_nothing_else_has_to_arrive_on_every_rank(received, message):
+    check_received([SENT, dict(SENT)], SENT)
+    with pytest.raises(RolloutError, match=message):
+        check_received([SENT, received], SENT)

@@ -1,0 +1,147 @@
+"""SGLang's side of a verified weight push, put into its scheduler processes by the plug-in hook (sglang_cpu.plugin).
+
+SGLang 0.5.21 skips a tensor whose name it does not know, and `get_weights_by_name` does not exist for Qwen3-MoE; so
+each tensor-parallel rank of a server keeps a record of an update, whichever way the tensors arrive:
+
+- before it, parameters are filled with NaN, every STEP-th element of them: a server that was left with half of the
+  weights can only answer NaN, which rollout.py refuses;
+- each tensor that the model is given is recorded with its checksum (checksum.py), under its Hugging Face name;
+- after it, a parameter that still holds one of these NaN was given nothing, and is recorded as unfilled.
+
+`/weights_checker` with the action `received` answers the record; the other actions stay SGLang's own. Parameters
+that are not floating point, and those that SGLang leaves out of its own checks, are not filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from gspo_megatron.checksum import Checksums
+
+ACTION = "received"
+UNFILLED = "unfilled "
+"""Goes before the name of a parameter that was given nothing; the value beside it is empty."""
+STEP = 1021
+"""A prime, so that no row length is a multiple of it. A tensor of the checkpoint is copied as a whole, so one NaN
+within it suffices; one in each 2 KiB of bfloat16 costs a hundredth of the time of filling all."""
+SMALL = 2**16
+"""Parameters up to this many elements are filled wholly."""
+TWICE = "received twice"
+
+
+class Received:
+    """The record of one update of one model."""
+
+    def __init__(self, *, is_from_disk: bool) -> None:
+        self.is_from_disk = is_from_disk
+        self.checksums = Checksums()
+        self.twice: list[str] = []
+        self.unfilled: list[str] = []
+
+    def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass tensors on and record each before it is loaded."""
+        for name, tensor in weights:
+            try:
+                self.checksums.add(name, tensor)
+            except ValueError:
+                self.twice.append(name)
+            yield name, tensor
+
+    def answer(self) -> dict[str, str]:
+        """Names and checksums, and what went wrong beside them."""
+        wrong = {name: TWICE for name in self.twice} | {UNFILLED + name: "" for name in self.unfilled}
+        return self.checksums.resolve() | wrong
+
+
+_records: WeakKeyDictionary[Any, Received] = WeakKeyDictionary()
+
+
+def start(model: Any, *, is_from_disk: bool = False) -> None:
+    """Begin a new record and fill the parameters with NaN."""
+    if model not in _records:
+        load_weights = model.load_weights
+
+        def watched(weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
+            return load_weights(_records[model].watch(weights), *args, **kwargs)
+
+        model.load_weights = watched
+    _records[model] = Received(is_from_disk=is_from_disk)
+    for _, values in _marks(model):
+        values.fill_(float("nan"))
+
+
+def finish(model: Any) -> None:
+    """Record which parameters were given nothing. Before SGLang packs them anew, which can replace them."""
+    record = _records[model]
+    marks = list(_marks(model))
+    # One look at the device for all of them. float: isnan is not there for FP8.
+    flags = [values.to(torch.float32).isnan().any() for _, values in marks]
+    is_unfilled = torch.stack(flags).tolist() if flags else []
+    record.unfilled = [name for (name, _), bad in zip(marks, is_unfilled, strict=True) if bad]
+
+
+def _marks(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The elements of each parameter that are filled: views."""
+    from sglang.srt.utils.weight_checker import _is_skip_weight_check
+
+    for name, parameter in model.named_parameters():
+        data = parameter.data
+        if not data.is_floating_point() or data.numel() == 0 or _is_skip_weight_check(name, parameter):
+            continue
+        if data.numel() <= SMALL or not data.is_contiguous():
+            yield name, data
+        else:
+            yield name, data.view(-1)[::STEP]
+
+
+def after_begin(_result: None, updater: Any) -> None:
+    """Hooked after WeightUpdater.begin_weight_update."""
+    start(updater.get_model())
+
+
+def before_end(updater: Any, **_options: Any) -> None:
+    """Hooked before WeightUpdater.end_weight_update."""
+    finish(updater.get_model())
+
+
+def around_disk(original: Callable[..., Any], updater: Any, *args: Any, **options: Any) -> Any:
+    """Hooked around WeightUpdater.update_weights_from_disk, which has no begin and end."""
+    start(updater.get_model(), is_from_disk=True)
+    return original(updater, *args, **options)
+
+
+def after_load(_result: None, model: Any, *_args: Any) -> None:
+    """Hooked after DefaultModelLoader.load_weights_only, the part of a disk update before weights are packed."""
+    record = _records.get(model)
+    if record is not None and record.is_from_disk:
+        finish(model)
+
+
+def around_checker(original: Callable[..., Any], checker: Any, action: str, *args: Any, **options: Any) -> Any:
+    """Hooked around WeightChecker.handle; the answer has the form of its own `checksum`."""
+    if action != ACTION:
+        return original(checker, action, *args, **options)
+    record = _records.get(checker._get_model())
+    return {
+        "checksums": record.answer() if record is not None else {},
+        "per_gpu_checksum": "",
+        "parallelism_info": checker._parallelism_info(role=options["role"]).model_dump(),
+    }
+
+
+def register() -> None:
+    """Register the hooks; sglang_cpu.plugin calls it before a scheduler is set up."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+    HookRegistry.register(f"{updater}.begin_weight_update", after_begin, HookType.AFTER)
+    HookRegistry.register(f"{updater}.end_weight_update", before_end, HookType.BEFORE)
+    HookRegistry.register(f"{updater}.update_weights_from_disk", around_disk, HookType.AROUND)
+    loader = "sglang.srt.model_loader.loader.DefaultModelLoader"
+    HookRegistry.register(f"{loader}.load_weights_only", after_load, HookType.AFTER)
+    HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", around_checker, HookType.AROUND)

@@ -1,0 +1,490 @@
+"""How the buckets of a weight push reach SGLang servers: a collective broadcast, files, or CUDA IPC.
+
+Source: sglang 0.5.21: `/init_weights_update_group` and `/update_weights_from_distributed` (load_format
+flattened_bucket), `/update_weights_from_disk`, `/update_weights_from_tensor`. All of it runs on rank 0, but for what
+a Transport's docstring calls collective.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import itertools
+import shutil
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import aiohttp
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gspo_megatron.checksum import Checksums
+from gspo_megatron.config import Recipe
+from gspo_megatron.convert.hf_io import write_hf_dir
+from gspo_megatron.convert.safetensors_io import TensorSpec
+from gspo_megatron.engine import RolloutError, ServerClient
+from gspo_megatron.fleet import Server
+
+T = TypeVar("T")
+Bucket = list[tuple[str, Tensor]]
+
+SETTLE_S = 5.0
+"""When a collective broke, servers that wait in it get this long to notice and say so."""
+
+
+class PushFailed(Exception):
+    """Some servers did not take a push; it can be tried again with the others."""
+
+    def __init__(self, reasons: Mapping[Server, str], *, are_silent: bool) -> None:
+        super().__init__("; ".join(f"{server.name} ({server.url}): {reasons[server]}" for server in reasons))
+        self.reasons = dict(reasons)
+        self.are_silent = are_silent
+        """They gave no answer; else they refused."""
+
+
+class Targets:
+    """The servers of one attempt. What is asked of them is asked of all at once, within a time limit."""
+
+    def __init__(self, session: aiohttp.ClientSession, servers: Sequence[Server], *, limit_s: float) -> None:
+        self.servers = list(servers)
+        self.limit_s, self._session = limit_s, session
+        # all() watches the time; a request's own limit is only for what it leaves behind.
+        self._clients = {s: ServerClient(session, s.url, timeout_s=2 * limit_s) for s in self.servers}
+
+    def of(self, servers: Sequence[Server]) -> Targets:
+        """Others, asked in the same way."""
+        return Targets(self._session, servers, limit_s=self.limit_s)
+
+    async def all(
+        self,
+        call: Callable[[ServerClient, int], Awaitable[None]],
+        *,
+        beside: Callable[[], object] | None = None,
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        """Ask every server at once, with a blocking function of the trainer's beside them.
+
+        Args:
+            call: takes the client and the place of its server.
+            beside: runs in a thread.
+            release: for a collective: called when one has failed, so that nobody goes on waiting for it.
+
+        Raises:
+            PushFailed: names servers that gave no answer; if all answered, those that refused. A refusal beside a
+                server that gives no answer is not held against the one that refused: a collective broke for it.
+            RolloutError: only the function beside them failed.
+        """
+        of_task = {asyncio.ensure_future(call(c, i)): s for i, (s, c) in enumerate(self._clients.items())}
+        own = [] if beside is None else [in_daemon_thread(beside)]
+        everything: list[asyncio.Future[Any]] = [*of_task, *own]
+        if not everything:
+            return
+        until = asyncio.ALL_COMPLETED if release is None else asyncio.FIRST_EXCEPTION
+        done, pending = await asyncio.wait(everything, timeout=self.limit_s, return_when=until)
+        if not pending and all(future.exception() is None for future in done):
+            return
+        if release is not None:
+            release()
+            if pending:
+                await asyncio.wait(pending, timeout=SETTLE_S)
+        silent: dict[Server, str] = {}
+        refused: dict[Server, str] = {}
+        for task, server in of_task.items():
+            if not task.done():
+                task.cancel()
+                silent[server] = f"no answer within {self.limit_s:g} s"
+            elif error := task.exception():
+                is_answer = isinstance(error, RolloutError) and not error.retryable
+                (refused if is_answer else silent)[server] = str(error)
+        if silent or refused:
+            raise PushFailed(silent or refused, are_silent=bool(silent))
+        if not own[0].done():
+            raise RolloutError(f"the trainer's side of a weight push was not done within {self.limit_s:g} s")
+        cause = own[0].exception()
+        raise RolloutError(f"the trainer's side of a weight push failed: {type(cause).__name__}: {cause}") from cause
+
+
+class BucketStream:
+    """The buckets of one attempt: the next one is gathered and its checksums are taken while one is sent.
+
+    So rank 0 holds three buckets at most: the one gathered, the one sent, and the sent one's bytes in a row.
+    """
+
+    def __init__(self, buckets: Iterator[Bucket], seconds: dict[str, float]) -> None:
+        self.checksums = Checksums()
+        """Of all tensors so far."""
+        self.seconds = seconds
+        self._buckets = buckets
+        self._lock = threading.Lock()
+
+    def take(self) -> Bucket | None:
+        """The next bucket, None after the last. Collective with the other ranks."""
+        with self._lock:
+            start_s = time.perf_counter()
+            bucket = next(self._buckets, None)
+            gathered_s = time.perf_counter()
+            for name, tensor in bucket or []:
+                self.checksums.add(name, tensor)
+            self.seconds["gather"] += gathered_s - start_s
+            self.seconds["checksum"] += time.perf_counter() - gathered_s
+            return bucket
+
+    async def ahead(self) -> AsyncIterator[Bucket]:
+        """All buckets, each asked for before the one before it is done with."""
+        coming = in_daemon_thread(self.take)
+        while bucket := await coming:
+            coming = in_daemon_thread(self.take)
+            yield bucket
+
+    def drain(self) -> None:
+        """Go to the end: after an error the other ranks are still sending."""
+        with self._lock:
+            for _ in self._buckets:
+                pass
+
+
+class Transport(Protocol):
+    """A way to the servers."""
+
+    def buckets(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+        """What goes into a BucketStream, of the gathered Hugging Face tensors. Collective: exhaust it on all ranks."""
+
+    async def prepare(self, targets: Targets, stream: BucketStream) -> None:
+        """What can be done while the servers still generate."""
+
+    async def deliver(self, targets: Targets, stream: BucketStream) -> None:
+        """Bring all buckets into the paused servers' parameters. Raises as Targets.all."""
+
+    async def leave(self, targets: Targets) -> None:
+        """Undo, on servers that answer, what a failed or finished push left; what fails is left."""
+
+
+async def _open_update(server: ServerClient, _place: int) -> None:
+    try:
+        await server.begin_weight_update()
+    except RolloutError as error:
+        if error.retryable:
+            raise
+        await server.end_weight_update()  # an attempt that failed left it open
+        await server.begin_weight_update()
+
+
+async def _close_update(server: ServerClient, _place: int) -> None:
+    await server.end_weight_update()
+
+
+class Broadcast:
+    """A process group of this trainer's rank 0 and each server's processes after it: gloo on CPU, NCCL on GPU.
+
+    It is built anew when the servers change. A server waits in a collective for as long as its backend likes, gloo for
+    half an hour; it is freed by what rank 0 does: without the rendezvous store joining fails at once, and when the
+    time limit of rank 0's own side runs out, its connections close.
+    """
+
+    def __init__(self, recipe: Recipe, *, limit_s: float) -> None:
+        self._host, self._port = recipe.cluster.host, recipe.cluster.weight_port
+        self._ranks_per_server = recipe.ranks_per_server
+        self._backend = "nccl" if recipe.device == "cuda" else "gloo"
+        self._limit_s = limit_s
+        self._servers: list[Server] = []
+        self._numbers = itertools.count()
+        self._name = ""
+        self._store: dist.TCPStore | None = None
+        self._group: Any = None
+
+    def buckets(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+        """As they are."""
+        return buckets
+
+    async def prepare(self, targets: Targets, stream: BucketStream) -> None:
+        """Nothing: a group can be built only with servers that answer, which pausing them shows."""
+
+    async def deliver(self, targets: Targets, stream: BucketStream) -> None:
+        """One broadcast per bucket."""
+        if targets.servers != self._servers:
+            await self._connect(targets)
+        await targets.all(_open_update)
+        async for bucket in stream.ahead():
+            await self._send(targets, bucket, stream.seconds)
+        await targets.all(_close_update)
+
+    async def leave(self, targets: Targets) -> None:
+        """Close the update and leave the group."""
+        name = self._name
+
+        async def leave(server: ServerClient, _place: int) -> None:
+            for call in (server.end_weight_update(), server.destroy_weights_update_group(group_name=name)):
+                try:
+                    await call
+                except RolloutError:
+                    continue  # it was not open, or never joined
+
+        self._drop()
+        try:
+            await targets.all(leave)
+        except PushFailed:
+            return
+
+    def _drop(self) -> None:
+        self._servers, self._store = [], None
+        group, self._group = self._group, None
+        if group is not None:
+            if self._backend == "nccl":
+                group.abort()
+            dist.destroy_process_group(group)
+
+    async def _connect(self, targets: Targets) -> None:
+        # Imported here: SGLang takes seconds, and only rank 0 needs its way of making a group.
+        from sglang.srt.utils.common import init_custom_process_group
+
+        if self._servers:
+            await self.leave(targets.of(self._servers))
+        self._name = name = f"weights_{next(self._numbers)}"
+        world_size = 1 + self._ranks_per_server * len(targets.servers)
+        timeout = datetime.timedelta(seconds=self._limit_s)
+        self._store = _listen(self._host, self._port, timeout)
+        port = self._store.port
+
+        joined: list[Any] = []
+
+        def join() -> None:
+            # A client of its own, so that the thread does not keep the store alive.
+            client = dist.TCPStore(self._host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+            joined.append(
+                init_custom_process_group(
+                    backend=self._backend,
+                    store=dist.PrefixStore(name, client),
+                    world_size=world_size,
+                    rank=0,
+                    group_name=name,
+                    timeout=timeout,
+                )
+            )
+
+        async def server_joins(server: ServerClient, place: int) -> None:
+            await server.init_weights_update_group(
+                master_address=self._host,
+                master_port=port,
+                rank_offset=1 + self._ranks_per_server * place,
+                world_size=world_size,
+                group_name=name,
+                backend=self._backend,
+            )
+
+        await targets.all(server_joins, beside=join, release=self._drop)
+        self._servers, self._group = targets.servers, joined[0]
+
+    async def _send(self, targets: Targets, bucket: Bucket, seconds: dict[str, float]) -> None:
+        """One bucket as the bytes of its tensors, one after the other (SGLang's FlattenedTensorBucket)."""
+        bucket = widest_first(bucket)
+        flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket])
+        group = self._group
+        start_s = sent_s = time.perf_counter()
+
+        def broadcast() -> None:
+            nonlocal sent_s
+            work = dist.broadcast(flat, src=0, group=group, async_op=True)
+            if self._backend == "gloo":
+                work.wait()  # no longer than the group's time limit
+            while not work.is_completed():
+                if time.perf_counter() > start_s + self._limit_s:
+                    group.abort()
+                    raise TimeoutError(f"broadcast took more than {self._limit_s:g} s")
+                time.sleep(0.0005)
+            sent_s = time.perf_counter()
+
+        async def receive(server: ServerClient, _place: int) -> None:
+            await server.update_weights_from_distributed(
+                names=[name for name, _ in bucket],
+                dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                shapes=[list(tensor.shape) for _, tensor in bucket],
+                group_name=self._name,
+                weight_version=None,
+                load_format="flattened_bucket",
+            )
+
+        await targets.all(receive, beside=broadcast, release=self._drop)
+        seconds["broadcast"] += sent_s - start_s
+        seconds["load"] += time.perf_counter() - sent_s
+
+
+def _listen(host: str, port: int, timeout: datetime.timedelta) -> dist.TCPStore:
+    """A rendezvous on this address alone; torch by itself would listen on every interface."""
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise RolloutError(
+            f"cluster.weight_port={port}: cannot be bound on {host} ({error.strerror}); stop what listens there, or "
+            "set it to another port or to 0 for a free one"
+        ) from error
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def widest_first(bucket: Bucket) -> Bucket:
+    """The bucket in an order in which each tensor begins, in a row of bytes, at a multiple of its element's size."""
+    return sorted(bucket, key=lambda item: -item[1].dtype.itemsize)
+
+
+def in_daemon_thread(fn: Callable[[], T]) -> asyncio.Future[T]:
+    """Run a blocking function; unlike asyncio's own threads it is not waited for when the loop or the process ends."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def report(result: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+            done.exception()  # nobody may be left to ask: an earlier error ended the push
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def body() -> None:
+        result, failure = None, None
+        try:
+            result = fn()
+        except BaseException as error:  # whoever awaits the future raises it, whatever it is
+            failure = error
+        if not loop.is_closed():  # closed: another call has failed, and nobody waits for this one
+            loop.call_soon_threadsafe(report, result, failure)
+
+    threading.Thread(target=body, daemon=True).start()
+    return done
+
+
+class Disk:
+    """A Hugging Face directory in the run's folder, which all servers must see; deleted when they have loaded it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        specs: Sequence[TensorSpec],
+        *,
+        companions_from: Path,
+        quantization_config: Mapping[str, Any] | None,
+    ) -> None:
+        """Of tensors of these specs, with that config.json."""
+        self._dir = folder.resolve() / "pushed_weights"
+        self._specs = list(specs)
+        self._companions_from, self._quantization_config = companions_from, quantization_config
+
+    def buckets(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+        """On the CPU, as the servers read them."""
+        for bucket in buckets:
+            yield [(name, tensor.cpu()) for name, tensor in bucket]
+
+    async def prepare(self, targets: Targets, stream: BucketStream) -> None:
+        """Write the directory."""
+        tensors = (item for bucket in iter(stream.take, None) for item in bucket)
+
+        def write() -> None:
+            shutil.rmtree(self._dir, ignore_errors=True)
+            write_hf_dir(
+                self._dir,
+                self._specs,
+                tensors,
+                companions_from=self._companions_from,
+                quantization_config=self._quantization_config,
+            )
+
+        start_s = time.perf_counter()
+        await in_daemon_thread(write)
+        stream.seconds["write"] += time.perf_counter() - start_s
+
+    async def deliver(self, targets: Targets, stream: BucketStream) -> None:
+        """One request to each server."""
+
+        async def load(server: ServerClient, _place: int) -> None:
+            await server.update_weights_from_disk(self._dir)
+
+        start_s = time.perf_counter()
+        try:
+            await targets.all(load)
+        finally:
+            shutil.rmtree(self._dir, ignore_errors=True)
+        stream.seconds["load"] += time.perf_counter() - start_s
+
+    async def leave(self, targets: Targets) -> None:
+        """Nothing is left on a server."""
+
+
+class Ipc:
+    """CUDA memory of the trainer that servers on the same devices open: nothing leaves a device but once.
+
+    Server i (server_i) shares the devices of trainer ranks i * ranks_per_server and following, in this order.
+    """
+
+    def __init__(self, recipe: Recipe, *, device: torch.device) -> None:
+        """Of ranks whose tensors are on this device."""
+        self._ranks_per_server = recipe.ranks_per_server
+        self._device = device
+        self._handles: deque[list[str]] = deque()
+
+    def buckets(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+        """Copy each bucket from rank 0 to all ranks, whose handles rank 0 keeps.
+
+        A rank's copy lives until the next but one is there: rank 0 asks for that one when servers have loaded this.
+        """
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        held: deque[FlattenedTensorBucket] = deque(maxlen=2)
+        is_first = dist.get_rank() == 0
+        while True:
+            bucket = next(buckets, None)
+            if bucket is None:
+                return
+            tensors = widest_first(bucket)
+            layout = [[(name, tensor.dtype, tensor.shape) for name, tensor in tensors]]
+            dist.broadcast_object_list(layout, src=0, device=self._device)
+            if not is_first:
+                tensors = [(n, torch.empty(shape, dtype=dtype, device=self._device)) for n, dtype, shape in layout[0]]
+            copy = FlattenedTensorBucket(named_tensors=tensors)
+            dist.broadcast(copy.get_flattened_tensor(), src=0)
+            torch.cuda.synchronize(self._device)
+            held.append(copy)
+            shared = {"flattened_tensor": copy.get_flattened_tensor(), "metadata": copy.get_metadata()}
+            handles: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(handles, MultiprocessingSerializer.serialize(shared, output_str=True))
+            self._handles.append(handles)
+            yield tensors if is_first else []
+
+    async def prepare(self, targets: Targets, stream: BucketStream) -> None:
+        """Nothing."""
+
+    async def deliver(self, targets: Targets, stream: BucketStream) -> None:
+        """One request per bucket, with the handles of the devices that the server has."""
+        await targets.all(_open_update)
+        self._handles.clear()
+        async for _ in stream.ahead():
+            handles = self._handles.popleft()
+
+            async def load(server: ServerClient, place: int, handles: Sequence[str] = handles) -> None:
+                first = self._ranks_per_server * int(targets.servers[place].name.rpartition("_")[2])
+                await server.update_weights_from_tensor(handles[first : first + self._ranks_per_server])
+
+            start_s = time.perf_counter()
+            await targets.all(load)
+            stream.seconds["load"] += time.perf_counter() - start_s
+        await targets.all(_close_update)
+
+    async def leave(self, targets: Targets) -> None:
+        """Close the update."""
+        try:
+            await targets.all(_close_update)
+        except PushFailed:
+            return
