@@ -30,6 +30,7 @@ LOG_LINES, LOG_COLUMNS = 20, 300
 """How much of the server's log an error quotes."""
 WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
 """SGLang's tags of device memory that a server can release (srt/constants.py)."""
+ALL_MEMORY = (WEIGHTS, KV_CACHE, CUDA_GRAPH)
 PROBE_TEMPERATURE = 100.0
 """Flattens any model's distribution, so that equal tokens of two probes mean equal seeds and nothing else."""
 KILL_TIMEOUT_S = 60.0
@@ -281,6 +282,21 @@ class Engine:
     async def _check_health(self, timeout_s: float) -> None:
         async with aiohttp.ClientSession() as session:
             await get(session, self.url + "/health_generate", timeout_s=timeout_s)
+
+    def sleep(self, timeout_s: float) -> None:
+        """Pause the server and release all its device memory; colocated.py wakes it.
+
+        Raises:
+            RolloutError: it did not do so in time.
+        """
+
+        async def pause_and_release() -> None:
+            async with aiohttp.ClientSession() as session:
+                server = ServerClient(session, self.url, timeout_s=timeout_s)
+                await server.pause_generation()
+                await server.release_memory_occupation(ALL_MEMORY)
+
+        asyncio.run(pause_and_release())
 
     async def _probe(self, session: aiohttp.ClientSession, *, seed: int, timeout_s: float) -> list[int]:
         sampling = {"temperature": PROBE_TEMPERATURE, "max_new_tokens": 8, "ignore_eos": True, "sampling_seed": seed}
