@@ -56,13 +56,22 @@ def finish(output_dir, name, *overrides, only=None):
 
 @pytest.fixture(scope="module")
 def joined(output_dir):
-    return finish(output_dir, "joined")
+    return finish(output_dir, "joined", "cluster.rollout_servers=2")
 
 
 @pytest.fixture(scope="module")
 def silent(output_dir, joined):
-    """lr = 0; after `joined`, whose cold start it reuses."""
-    return finish(output_dir, "silent", "optimizer.lr=0.0", "evaluate.every=1")
+    """lr = 0 and asynchronous, with pushes that abort what runs; after `joined`, whose cold start it reuses."""
+    overrides = [
+        "cluster.max_policy_lag=1",
+        "cluster.rollout_servers=2",
+        "train.num_rollout_steps=10",
+        "rollout.pause_mode=abort",
+        "rollout.dynamic_sampling=true",
+        "rollout.oversample_prompts=4",
+        "rollout.min_response_tokens=4",
+    ]
+    return finish(output_dir, "silent", "optimizer.lr=0.0", "evaluate.every=1", *overrides)
 
 
 def minibatches(run, name):
@@ -89,6 +98,18 @@ def test_each_push_raises_the_version_and_each_token_carries_its_own(joined):
         assert versions == {step - 1}
 
 
+FATES = ("num_used", "num_overlong", "num_too_short", "num_stale", "num_zero_spread", "num_surplus")
+
+
+def test_every_response_of_two_servers_is_used(joined):
+    for step, row in enumerate(joined.rows[1:], start=1):
+        report, groups = row["rollout"], joined.groups(step)
+        assert [len(g.rollouts) for g in groups] == [8] * 16
+        assert report["num_asked"] == report["num_used"] == 16 * 8
+        assert [report[name] for name in FATES[1:]] == [0] * 5
+        assert report["policy_lag_max"] == report["mixed_version_fraction"] == 0
+
+
 def test_trainer_and_server_agree_at_equal_weights_after_every_push(joined):
     means = [row[0] for row in minibatches(joined, "mismatch_abs_mean")]
     assert 0.0 < max(means) < MAX_MISMATCH
@@ -113,16 +134,42 @@ def weights(folder):
     return [tensors[name] for name in sorted(tensors)]
 
 
-def test_lr_zero_is_silent(silent):
-    assert {x for step in minibatches(silent, "clip_fraction_tokens") for x in step} == {0.0}
-    assert {x for step in minibatches(silent, "log_ratio_abs_max") for x in step} == {0.0}
+def test_lr_zero_is_silent_over_ten_asynchronous_steps(silent):
+    clipped, spread = (minibatches(silent, name) for name in ("clip_fraction_tokens", "log_ratio_abs_max"))
+    assert [len(step) for step in clipped] == [4] * 10
+    assert {x for step in clipped for x in step} == {0.0}
+    assert {x for step in spread for x in step} == {0.0}
+
+
+def test_asynchronous_tokens_have_the_lag_that_is_reported_and_no_more_than_the_limit(silent):
+    lags = []
+    for step, row in enumerate(silent.rows[1:], start=1):
+        used = [r for g in silent.groups(step) for r in g.rollouts if not r.is_filtered]
+        lags.append([step - 1 - version for r in used for version in r.weight_versions])
+        assert row["rollout"]["policy_lag_max"] == max(lags[-1])
+        assert row["rollout"]["policy_lag_mean"] == pytest.approx(sum(lags[-1]) / len(lags[-1]))
+    assert set(lags[0]) == {0}
+    assert {lag for step in lags for lag in step} == {0, 1}
+
+
+def test_asynchronous_responses_that_were_asked_for_are_accounted_for(silent):
+    for step, row in enumerate(silent.rows[1:], start=1):
+        report, groups = row["rollout"], silent.groups(step)
+        assert [len(g.rollouts) for g in groups] == [8] * 16
+        assert sum(report[name] for name in FATES) == report["num_asked"] >= 20 * 8
+        short = [r for g in groups for r in g.rollouts if len(r.response_ids) < 4]
+        assert {r.filtered_because for r in short} <= {"too_short"}
+        assert len(short) == report["num_too_short"] == 16 * 8 - report["num_used"]
+    total = {name: sum(row["rollout"][name] for row in silent.rows[1:]) for name in FATES}
+    assert min(total[name] for name in ("num_used", "num_too_short", "num_zero_spread")) > 0
+    assert total["num_stale"] == 0
 
 
 def test_lr_zero_leaves_the_servers_logprobs_where_they_were(silent):
     def samples(step):
         return [(r.response_ids, r.rollout_logprobs) for g in silent.groups(step, "evaluations") for r in g.rollouts]
 
-    for step in (1, 2, 3):
+    for step in range(1, 11):
         for (ids, logprobs), (first_ids, first_logprobs) in zip(samples(step), samples(0), strict=True):
             assert ids == first_ids
             assert logprobs == pytest.approx(first_logprobs, abs=2.0e-6)  # SGLang's batches differ in composition

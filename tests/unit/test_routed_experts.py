@@ -16,8 +16,8 @@ from tests.models import TINY_CONFIGS
 
 ROUTES = RouteFormat(num_layers=3, moe_layers=(0, 2), num_experts=6, topk=2)
 MANY = replace(ROUTES, num_experts=300)
-# [2 tokens, 3 layers, 2 experts]; layer 1 has none.
-EXPERTS = [[[5, 0], [0, 0], [1, 2]], [[3, 4], [0, 0], [2, 5]]]
+# [2 tokens, 3 layers, 2 experts]; layer 1 has none, and what stands there is not read.
+EXPERTS = [[[5, 0], [4, 3], [1, 2]], [[3, 4], [1, 0], [2, 5]]]
 
 
 def answer(experts: Any, dtype: torch.dtype = torch.int32) -> str:
