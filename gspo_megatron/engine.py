@@ -30,8 +30,11 @@ LOG_LINES, LOG_COLUMNS = 20, 300
 """How much of the server's log an error quotes."""
 WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
 """SGLang's tags of device memory that a server can release (srt/constants.py)."""
+ALL_MEMORY = (WEIGHTS, KV_CACHE, CUDA_GRAPH)
 PROBE_TEMPERATURE = 100.0
 """Flattens any model's distribution, so that equal tokens of two probes mean equal seeds and nothing else."""
+KILL_TIMEOUT_S = 60.0
+"""For killed processes to be gone; one that waits for a device takes its time."""
 FIRST_FREE_PORT, FREE_PORT_TRIES = 20000, 100
 """Where and how often a free port is looked for."""
 WATCHDOG = 'read -r _; kill -9 "-$0"'
@@ -281,6 +284,21 @@ class Engine:
         async with aiohttp.ClientSession() as session:
             await get(session, self.url + "/health_generate", timeout_s=timeout_s)
 
+    def sleep(self, timeout_s: float) -> None:
+        """Pause the server and release all its device memory; colocated.py wakes it.
+
+        Raises:
+            RolloutError: it did not do so in time.
+        """
+
+        async def pause_and_release() -> None:
+            async with aiohttp.ClientSession() as session:
+                server = ServerClient(session, self.url, timeout_s=timeout_s)
+                await server.pause_generation("retract")
+                await server.release_memory_occupation(ALL_MEMORY)
+
+        asyncio.run(pause_and_release())
+
     async def _probe(self, session: aiohttp.ClientSession, *, seed: int, timeout_s: float) -> list[int]:
         sampling = {"temperature": PROBE_TEMPERATURE, "max_new_tokens": 8, "ignore_eos": True, "sampling_seed": seed}
         body = {"input_ids": [0], "sampling_params": sampling}
@@ -296,6 +314,9 @@ class Engine:
 
         Args:
             limit_s: how long the server may take for its own shutdown before it is killed, seconds.
+
+        Raises:
+            RolloutError: a process does not end although it was killed.
         """
         if self.is_alive():
             self.process.terminate()
@@ -304,7 +325,10 @@ class Engine:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        deadline = time.monotonic() + KILL_TIMEOUT_S
         while members := session_members(self.process.pid):
+            if time.monotonic() > deadline:
+                raise RolloutError(f"{self.url}: processes {members} run {KILL_TIMEOUT_S:g} s after SIGKILL")
             for pid in members:
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -383,7 +407,7 @@ class ServerClient:
             raise RolloutError(f"POST {self.url}/{endpoint}: status 200, but success is false: {answer}")
         return answer
 
-    async def pause_generation(self, mode: str = "retract") -> None:
+    async def pause_generation(self, mode: str) -> None:
         """Stop sampling; requests that come meanwhile wait.
 
         Args:

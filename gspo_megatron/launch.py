@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
     try:
         recipe = load_recipe(args.config, args.set)
-        check_model_config(recipe)
+        check_model_config(recipe, is_served=args.only != "train")
         for warning in warnings_of(recipe):
             console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
         if args.dry_run:
@@ -87,17 +87,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def check_model_config(recipe: Recipe) -> None:
-    """Refuse a model that is not implemented.
+def check_model_config(recipe: Recipe, *, is_served: bool) -> None:
+    """Refuse a model that is not implemented, or that SGLang would serve as another one.
 
     Raises:
         ConfigError: what of config.json is not understood.
     """
     try:
         hf_config = read_config(Path(recipe.model.hf_dir))
-        family_of(hf_config).transformer_config(hf_config)
+        fields, _ = family_of(hf_config).transformer_config(hf_config)
     except ConversionError as error:
         raise ConfigError(f"model.hf_dir={recipe.model.hf_dir}: {error}") from error
+    if is_served and not all(fields.get("moe_layer_freq", [])):
+        raise ConfigError(
+            f"model.hf_dir={recipe.model.hf_dir}: config.json has layers without experts (decoder_sparse_step, "
+            "mlp_only_layers), where SGLang 0.5.21 builds experts all the same and leaves them without weights; "
+            "only --only train takes such a model"
+        )
 
 
 def check_saved_groups(recipe: Recipe) -> None:

@@ -38,11 +38,13 @@ def check_objective(recipe: Recipe) -> list[str]:
         )
     if loss.name in ("dr_grpo", "minirl") and recipe.advantage.std:
         problems.append(f"advantage.std=True: {loss.name} is published with r - mean; set it to false")
-    return problems + _check_correction(loss) + _check_routing_replay(recipe)
+    return problems + _check_turn_rewards(recipe) + _check_correction(loss) + _check_routing_replay(recipe)
 
 
 SEQUENCE_RATIO = ("gspo", "gspo_token")
 """Objectives whose ratio is one number per response."""
+RESPONSE_ADVANTAGE = ("gspo", "gmpo")
+"""Objectives that know no advantage but the response's own."""
 _BOUNDS = {"cispo": ("clip_high",), "sapo": ("tau_positive", "tau_negative")}
 """The keys that bound an objective's ratio; clip_low and clip_high for the others."""
 
@@ -64,6 +66,23 @@ def _check_bounds(loss: LossConfig) -> list[str]:
         elif key in wanted and (value is None or not 0.0 < value < (1.0 if below_one else inf)):
             limit = "a value in (0, 1)" if below_one else "a number above 0"
             problems.append(f"loss.{key}={value}: wants {limit}")
+    return problems
+
+
+def _check_turn_rewards(recipe: Recipe) -> list[str]:
+    """Rewards of turns need turns, an objective that reads them, and the task's own rewards beside them."""
+    if not recipe.advantage.turn_rewards:
+        return []
+    problems = []
+    if recipe.rollout.multi_turn is None:
+        problems.append("advantage.turn_rewards=True: rollout.multi_turn is null, so there are none; set it to false")
+    if recipe.loss.name in RESPONSE_ADVANTAGE:
+        problems.append(
+            f"advantage.turn_rewards=True: {recipe.loss.name} reads one advantage per response; use "
+            "loss.name: gspo_token or another objective that reads them per token"
+        )
+    if recipe.reward.permute:
+        problems.append("advantage.turn_rewards=True: reward.permute leaves them alone; set one of them to false")
     return problems
 
 
@@ -122,6 +141,12 @@ def _check_routing_replay(recipe: Recipe) -> list[str]:
         for key, (default, reason) in keys.items()
         if given.get(key, default) != default
     ]
+    chunk = recipe.rollout.sglang.get("chunked_prefill_size")
+    if replay == "r3" and isinstance(chunk, int) and chunk < 1:
+        problems.append(
+            f"rollout.sglang.chunked_prefill_size={chunk}: with loss.routing_replay: r3 SGLang keeps room for the "
+            "routes of one chunk and dies of a longer prompt; wants a number of tokens, or leave it out"
+        )
     if replay == "r2" and recipe.loss.old_logprobs == "rollout":
         problems.append(
             "loss.old_logprobs=rollout: leaves loss.routing_replay: r2 no old-log-prob pass to record; "

@@ -49,6 +49,8 @@ class Segment:
     """That produced each token; never falls."""
     finish_reason: str = ABORT
     """`stop` (a stop token, the last), `length` or ABORT."""
+    num_retractions: int = 0
+    """How often SGLang took it out of its batch and computed it anew: at a push, or for want of memory."""
     routed_experts: bytes | None = None
     """As Rollout's, of the request's input and of these tokens; None unless asked for, and of an aborted segment."""
 
@@ -59,6 +61,7 @@ class Segment:
             logprobs=self.logprobs + later.logprobs,
             weight_versions=self.weight_versions + later.weight_versions,
             finish_reason=later.finish_reason,
+            num_retractions=self.num_retractions + later.num_retractions,
             routed_experts=later.routed_experts,
         )
 
@@ -73,6 +76,7 @@ def parse_segment(answer: Any, *, where: str, expected: Expected) -> Segment:
         ids, meta = answer["output_ids"], answer["meta_info"]
         pairs = [(logprob, token_id) for logprob, token_id, _ in meta["output_token_logprobs"]]
         finish = dict(meta["finish_reason"])
+        num_retractions = int(meta["num_retractions"])
         spans = [(s["version"], s["start"], s["end"]) for s in meta["weight_versions"]]
     except (KeyError, TypeError, ValueError) as error:
         raise RolloutError(f"{where}: not an answer of /generate ({error!r}): {str(answer)[:500]}") from error
@@ -96,6 +100,7 @@ def parse_segment(answer: Any, *, where: str, expected: Expected) -> Segment:
         logprobs=tuple(logprob for logprob, _ in pairs),
         weight_versions=tuple(int(version) for version, start, end in spans for _ in range(start, end)),
         finish_reason=finish_reason,
+        num_retractions=num_retractions,
         routed_experts=routed_experts,
     )
 

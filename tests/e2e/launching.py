@@ -5,10 +5,14 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from gspo_megatron.config import ConfigError
+from gspo_megatron.engine import take_port
 
 ROOT = Path(__file__).parents[2]
 SHORT = [
@@ -118,14 +122,15 @@ def still_running(mark: str) -> list[psutil.Process]:
     return found
 
 
-def server_process(url: str) -> psutil.Process:
-    """Main process of the server at a url, which this process started."""
+def server_process(url: str) -> psutil.Process | None:
+    """Main process of the server at a url, which this process started; None if there is none."""
     port = ["--port", url.rpartition(":")[2]]
     for process in psutil.Process().children():
-        line = process.cmdline()
-        if any(line[i : i + 2] == port for i in range(len(line))):
-            return process
-    raise AssertionError(f"no process serves {url}")
+        with suppress(psutil.NoSuchProcess):  # or a zombie
+            line = process.cmdline()
+            if any(line[i : i + 2] == port for i in range(len(line))):
+                return process
+    return None
 
 
 def listener_at(url: str) -> socket.socket:
@@ -142,3 +147,12 @@ def listener_at(url: str) -> socket.socket:
             listener.close()
             assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def two_ports() -> int:
+    """The first of two neighbours that are free."""
+    while True:
+        port = take_port("127.0.0.1", 0)
+        with suppress(ConfigError):
+            take_port("127.0.0.1", port + 1)
+            return port

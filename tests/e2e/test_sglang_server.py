@@ -8,12 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -21,90 +18,22 @@ import torch
 from safetensors.torch import load_file
 
 from gspo_megatron.config import ConfigError
-from gspo_megatron.engine import Engine, RolloutError, ServerClient, post, session_members, take_port
-from gspo_megatron.fleet import Fleet, Server, announce
-from gspo_megatron.rollout import Client, Vocabulary, sampling_seed
-from gspo_megatron.types import Prompt
+from gspo_megatron.engine import Engine, RolloutError, post, session_members, take_port
 from tests.e2e.conftest import make_model_dir
-
-EOS, VOCAB = 1, 48
-HOST = "127.0.0.1"
-
-
-def make_prompts(count):
-    rng = random.Random(5)
-    ids = [tuple(rng.randrange(2, VOCAB) for _ in range(rng.randint(3, 14))) for _ in range(count)]
-    return [Prompt(prompt_id=f"{i:064x}", text="", token_ids=t, expected="", entry={}) for i, t in enumerate(ids)]
-
-
-VOCABULARY = Vocabulary(size=VOCAB, stop_token_ids=frozenset({EOS}), decode=lambda ids: " ".join(map(str, ids)))
-
-
-def make_fleet(folder, urls, *, weight_version=0):
-    """A fleet of these servers, all confirmed."""
-    for i, url in enumerate(urls):
-        announce(folder, Server(name=f"server_{i}", url=url, incarnation=0))
-    fleet = Fleet(folder)
-    fleet.confirm(fleet.announced(), weight_version)
-    return fleet
-
-
-def sample(urls, prompts, recipe, **options):
-    """Groups of these servers, without the client's counts."""
-    return sample_and_count(urls, prompts, recipe, **options)[0]
-
-
-def sample_and_count(
-    urls, prompts, recipe, *, seed=1, rollout_step=0, weight_version=0, group_size=8, temperature=1.0, wait_s=1.0
-):
-    """Groups of these servers, and the client's events; gives up soon when no server is left."""
-    urls = [urls] if isinstance(urls, str) else urls
-    recipe = replace(recipe, cluster=replace(recipe.cluster, start_timeout_s=wait_s, probe_timeout_s=0.0))
-
-    async def run(folder):
-        async with Client(make_fleet(folder, urls, weight_version=weight_version), recipe, VOCABULARY) as client:
-            groups = await asyncio.gather(
-                *(
-                    client.sample_group(
-                        prompt,
-                        [sampling_seed(seed, rollout_step, prompt.prompt_id, member) for member in range(group_size)],
-                        temperature=temperature,
-                    )
-                    for prompt in prompts
-                )
-            )
-            return groups, client.take_events()
-
-    with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(run(Path(folder)))
-
-
-def rollout_with(recipe, **keys):
-    return replace(recipe, rollout=replace(recipe.rollout, **keys))
-
-
-def tokens(groups):
-    return {g.prompt.prompt_id: [r.response_ids for r in g.rollouts] for g in groups}
-
-
-def hf_model(path):
-    from transformers import Qwen3MoeForCausalLM
-
-    return Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-def hf_logprobs(model, ids, temperature=1.0):
-    with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0].double() / temperature
-    return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-
-
-def call(url, method, *args, timeout_s=60.0, **kwargs):
-    async def run():
-        async with aiohttp.ClientSession() as session:
-            return await getattr(ServerClient(session, url, timeout_s=timeout_s), method)(*args, **kwargs)
-
-    return asyncio.run(run())
+from tests.e2e.serving import (
+    EOS,
+    HOST,
+    VOCAB,
+    call,
+    hf_logprobs,
+    hf_model,
+    make_prompts,
+    push,
+    rollout_with,
+    sample,
+    sample_and_count,
+    tokens,
+)
 
 
 def test_tokens_depend_on_the_seed_alone_whatever_runs_beside_them(engine, recipe):
@@ -230,58 +159,6 @@ def test_a_server_that_hangs_is_an_error_within_the_time_limit(engine, recipe):
         os.kill(engine.process.pid, signal.SIGCONT)
 
 
-def push(url, state, *, weight_version):
-    """Send all tensors of state in two flattened buckets over a gloo group of this process and the server."""
-    from sglang.srt.utils.common import init_custom_process_group
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-    port, name = take_port(HOST, 0), f"push-{weight_version}-{time.monotonic_ns()}"
-    half = len(state) // 2
-    buckets = [list(state.items())[:half], list(state.items())[half:]]
-
-    async def run():
-        async with aiohttp.ClientSession() as session:
-            server = ServerClient(session, url, timeout_s=60)
-            await server.pause_generation()
-            joined = asyncio.create_task(
-                server.init_weights_update_group(
-                    master_address=HOST, master_port=port, rank_offset=1, world_size=2, group_name=name, backend="gloo"
-                )
-            )
-            group = await asyncio.to_thread(
-                init_custom_process_group,
-                backend="gloo",
-                init_method=f"tcp://{HOST}:{port}",
-                world_size=2,
-                rank=0,
-                group_name=name,
-                timeout=timedelta(seconds=60),
-            )
-            await joined
-            await server.begin_weight_update()
-            for bucket in buckets:
-                received = asyncio.create_task(
-                    server.update_weights_from_distributed(
-                        names=[n for n, _ in bucket],
-                        dtypes=[str(t.dtype).removeprefix("torch.") for _, t in bucket],
-                        shapes=[t.shape for _, t in bucket],
-                        group_name=name,
-                        weight_version=weight_version if bucket is buckets[-1] else None,
-                        load_format="flattened_bucket",
-                    )
-                )
-                flat = FlattenedTensorBucket(named_tensors=bucket).get_flattened_tensor()
-                await asyncio.to_thread(torch.distributed.broadcast, flat, src=0, group=group)
-                await received
-            await server.end_weight_update()
-            await server.flush_cache()
-            await server.continue_generation()
-            await server.destroy_weights_update_group(group_name=name)
-            torch.distributed.destroy_process_group(group)
-
-    asyncio.run(run())
-
-
 def sha256_8(tensor):
     return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
 
@@ -383,7 +260,7 @@ def test_a_server_killed_during_generation_is_one_error_and_leaves_nothing(recip
         killer = threading.Timer(1.0, engine.process.kill)
         killer.start()
         started = time.monotonic()
-        with pytest.raises(RolloutError, match=r"prompt [0-9a-f]{64}: no SGLang server was ready for 1 s.*POST http://127"):
+        with pytest.raises(RolloutError, match="prompt [0-9a-f]{64}: no SGLang server was ready for 1 s.*POST http"):
             sample(engine.url, make_prompts(64), rollout_with(recipe, max_response_tokens=100), group_size=32)
         assert 0.5 < time.monotonic() - started < 15
         killer.join()

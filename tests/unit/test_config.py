@@ -306,6 +306,16 @@ def model_with(tmp_path):
             [*CP2, "device=cuda"],
             "parallel.context_parallel_size=2: with sliding_window=8 Transformer Engine wants model.mcore.cp_comm_typ",
         ),
+        (
+            DENSE,
+            ["parallel.expert_model_parallel_size=1", "loss.routing_replay=r2"],
+            "loss.routing_replay=r2: qwen3 has no experts; wants none",
+        ),
+        (
+            {"model_type": "mixtral"},
+            ["loss.routing_replay=r3"],
+            "loss.routing_replay=r3: SGLang 0.5.21 records mixtral's routes without their layer",
+        ),
     ],
 )
 def test_layout_that_does_not_suit_the_model_is_refused(keys, overrides, problem, model_with):
@@ -344,6 +354,7 @@ def test_wide_sequence_clip_is_refused_for_long_responses_unless_allowed():
 
 
 CORRECTION = "loss.correction={name: tis, high: 2.0}"
+TURN_REWARDS = ["rollout.multi_turn=recipes.calculator:answer", "advantage.turn_rewards=true", "loss.name=gspo_token"]
 SAPO = ("loss.name=sapo", "loss.clip_low=null", "loss.clip_high=null")
 TWO_TP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
 
@@ -383,6 +394,14 @@ TWO_TP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=t
         (["loss.kl={coef: 0.1, estimator: k4, place: loss}"], "loss.kl.estimator='k4': wants one of k1, k2, k3"),
         (["loss.entropy_coef=-1.0"], "loss.entropy_coef=-1.0: wants at least 0"),
         (["advantage.overlong_buffer_tokens=17"], "advantage.overlong_buffer_tokens=17: is above rollout"),
+        (TURN_REWARDS[:2], "advantage.turn_rewards=True: gspo reads one advantage per response; use loss.name"),
+        ([*TURN_REWARDS[:2], "loss.name=gmpo"], "advantage.turn_rewards=True: gmpo reads one advantage per response"),
+        (TURN_REWARDS[1:], "advantage.turn_rewards=True: rollout.multi_turn is null, so there are none"),
+        ([*TURN_REWARDS, "reward.permute=true"], "advantage.turn_rewards=True: reward.permute leaves them alone"),
+        (["data.reasoning_gym=chain_sum"], "rollout.multi_turn: null, but demonstrations of chain_sum call a calc"),
+        (["rollout.multi_turn=recipes.no:answer"], "rollout.multi_turn=recipes.no:answer: importing recipes.no"),
+        (["rollout.max_turns=-1"], "rollout.max_turns=-1: wants at least 0"),
+        (["rollout.max_turns=2"], "rollout.max_turns=2: has no effect without rollout.multi_turn"),
         (["parallel.overlap_param_gather=true"], "parallel.overlap_param_gather: wants use_distributed_optimizer"),
         (["model.mcore.hidden_dropout=0.1"], "model.mcore.hidden_dropout=0.1: noise in the forward pass"),
         (["model.mcore.moe_expert_capacity_factor=1.0"], "model.mcore.moe_expert_capacity_factor=1.0: drops tokens"),
@@ -456,6 +475,8 @@ def test_colocated_servers_have_a_recipe():
     [
         [*SAPO, "loss.tau_positive=1.0", "loss.tau_negative=1.05"],
         ["loss.name=cispo", "loss.clip_low=null", "loss.clip_high=4.0"],
+        TURN_REWARDS,
+        ["rollout.multi_turn=recipes.calculator:answer", "data.reasoning_gym=chain_sum"],
         ["loss.name=grpo", "loss.aggregation=token_mean"],
         [CORRECTION, "loss.routing_replay=r2", "loss.kl={coef: 0.0, estimator: k1, place: reward}"],
         ["loss.correction={name: geometric_rejection, low: 0.999, high: 1.001}"],
@@ -483,6 +504,10 @@ def test_every_published_objective_and_correction_has_a_recipe(overrides):
         (["model.mcore.moe_aux_loss_coeff=0.01"], "model.mcore.moe_aux_loss_coeff=0.01: an auxiliary loss pulls"),
         (["model.mcore.moe_z_loss_coeff=0.001"], "model.mcore.moe_z_loss_coeff=0.001: an auxiliary loss pulls"),
         (["loss.kl={coef: 0.1, estimator: k1, place: loss}"], "loss.kl: k1 in the loss has an expected gradient of"),
+        (
+            ["loss.routing_replay=r3", "cluster.max_policy_lag=1"],
+            "rollout.pause_mode=retract: a push computes the routes of running responses anew",
+        ),
     ],
 )
 def test_settings_that_an_author_should_know_about_are_warned_of(overrides, warning):
@@ -492,6 +517,10 @@ def test_settings_that_an_author_should_know_about_are_warned_of(overrides, warn
 
 def test_recipe_as_published_and_measured_band_warn_of_nothing():
     assert warnings_of(load_recipe(RECIPE)) == []
+    assert warnings_of(load_recipe(RECIPE, ["loss.routing_replay=r3"])) == []
+    in_place = ["rollout.pause_mode=in_place", "rollout.flush_cache=false"]
+    in_place += ["rollout.sglang={mem_fraction_static: 0.3, disable_overlap_schedule: true}"]
+    assert warnings_of(load_recipe(RECIPE, ["loss.routing_replay=r3", "cluster.max_policy_lag=1", *in_place])) == []
     assert warnings_of(load_recipe(RECIPE, ["loss.old_logprobs=rollout", "loss.band_is_measured=true"])) == []
 
 
@@ -525,6 +554,32 @@ def test_recipe_as_published_and_measured_band_warn_of_nothing():
 def test_what_bypasses_routing_replay_is_refused_with_it_and_allowed_without(override, problem):
     load_recipe(RECIPE, [override])
     assert problems_of("loss.routing_replay=r2", override) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("item", "reason"),
+    [
+        ("pp_size: 2", "it leaves each stage with the routes of its own layers only"),
+        ("enable_two_batch_overlap: true", "it lets one half of a batch overwrite the other's routes"),
+        ("speculative_algorithm: EAGLE", "it moves accepted tokens to places where their routes are not"),
+        ("enable_hierarchical_cache: true", "it brings back keys and values without the routes that belong to them"),
+        ("chunked_prefill_size: -1", "SGLang keeps room for the routes of one chunk and dies of a longer prompt"),
+    ],
+)
+def test_what_makes_sglang_return_other_routes_is_refused_with_their_replay(item, reason):
+    sglang = f"rollout.sglang={{mem_fraction_static: 0.3, {item}}}"
+    load_recipe(RECIPE, [sglang, "loss.routing_replay=r2"])
+    (got,) = problems_of(sglang, "loss.routing_replay=r3")
+    key, value = item.split(": ")
+    assert got.startswith(f"rollout.sglang.{key}={yaml.safe_load(value)}: with loss.routing_replay: r3 {reason}")
+
+
+def test_replay_of_sglangs_routes_goes_with_either_old_logprobs_and_is_switched_on_by_the_recipe_alone():
+    for source in ("recompute", "rollout"):
+        load_recipe(RECIPE, ["loss.routing_replay=r3", f"loss.old_logprobs={source}"])
+    assert problems_of("rollout.sglang.enable_return_routed_experts=true") == [
+        "rollout.sglang.enable_return_routed_experts: is derived from the recipe; remove it"
+    ]
 
 
 def test_routing_replay_goes_with_the_defaults_of_what_could_bypass_it():

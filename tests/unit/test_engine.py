@@ -52,6 +52,12 @@ def test_server_multiplies_by_its_head_as_the_trainer_does(dtype, fp32_lm_head, 
     assert ("--enable-fp32-lm-head" in given) == is_asked_for
 
 
+def test_server_returns_routes_where_the_trainer_replays_them():
+    flag = "--enable-return-routed-experts"
+    given = {replay: arguments(f"loss.routing_replay={replay}") for replay in ("none", "r2", "r3")}
+    assert {replay: flag in found for replay, found in given.items()} == {"none": False, "r2": False, "r3": True}
+
+
 def test_colocated_server_is_asked_to_make_its_memory_releasable():
     colocated = ("device=cuda", "cluster.placement=colocated", "cluster.weight_transport=ipc")
     assert "--enable-memory-saver" in arguments(*colocated)

@@ -25,7 +25,7 @@ RECIPE = {
     "train": {"num_rollout_steps": 40},
 }
 REPORT = RolloutReport(
-    num_asked=48, num_zero_spread=8, num_surplus=8, num_retries=1, num_continued=0, num_rejected=2
+    num_asked=48, num_zero_spread=8, num_surplus=8, num_retries=1, num_continued=0, num_retracted=0, num_rejected=2
 )
 NASTY = "<script>alert('x')</script>&"
 

@@ -1,12 +1,15 @@
 """What is checked of a server's answer before anything trains on it."""
 
+import base64
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 
 from gspo_megatron.engine import RolloutError
 from gspo_megatron.responses import Expected, Segment, parse_segment
+from gspo_megatron.routed_experts import RouteFormat
 
 EXPECTED = Expected(
     stop_token_ids=frozenset({1, 2}), vocab_size=48, max_tokens=4, oldest_version=3, newest_version=5
@@ -21,6 +24,7 @@ def answer(ids=(5, 7, 1), reason="stop", matched=1, version="3"):
             "finish_reason": finish,
             "output_token_logprobs": [[-0.5 * (n + 1), i, None] for n, i in enumerate(ids)],
             "weight_versions": [{"version": version, "start": 0, "end": len(ids)}],
+            "num_retractions": 0,
         },
     }
 
@@ -152,3 +156,37 @@ VERSIONS = ("meta_info", "weight_versions")
 def test_a_wrong_answer_is_an_error_that_names_server_prompt_and_fault(given, message):
     with pytest.raises(RolloutError, match=f"^http://h:1: prompt p: .*{message}"):
         parse(given)
+
+
+ROUTES = RouteFormat(num_layers=1, moe_layers=(0,), num_experts=4, topk=1)
+WITH_ROUTES = replace(EXPECTED, num_input_tokens=2, routes=ROUTES)
+
+
+def routed(experts, **kwargs):
+    given = answer(**kwargs)
+    raw = b"".join(expert.to_bytes(4, "little") for expert in experts)
+    given["meta_info"]["routed_experts"] = base64.b64encode(raw).decode()
+    return given
+
+
+def test_routes_cover_the_input_and_all_but_the_last_token():
+    segment = parse_segment(routed([3, 0, 2, 1]), where="w", expected=WITH_ROUTES)
+    assert segment.routed_experts == bytes([3, 0, 2, 1])
+    assert parse(routed([3, 0, 2, 1])).routed_experts is None, "they were not asked for"
+    for given, message in [
+        (answer(), "^w: routed_experts=None: the server returned no routes"),
+        (routed([3, 0, 2]), "^w: routed_experts has 12 bytes, wants int32"),
+        (routed([3, 0, 2, 4]), r"^w: routed_experts: 1 of 4 routes are not 1 different experts in \[0, 4\)"),
+    ]:
+        with pytest.raises(RolloutError, match=message):
+            parse_segment(given, where="w", expected=WITH_ROUTES)
+
+
+def test_response_that_went_on_after_an_abort_has_the_routes_of_the_last_answer():
+    first = parse_segment(answer(ids=(5,), reason="abort"), where="w", expected=WITH_ROUTES)
+    assert first.routed_experts is None
+    rest = replace(WITH_ROUTES, num_input_tokens=3)
+    given = routed([3, 0, 2, 1], ids=(7, 1))
+    given["meta_info"]["num_retractions"] = 2
+    whole = first.then(parse_segment(given, where="w", expected=rest))
+    assert (whole.token_ids, whole.routed_experts, whole.num_retractions) == ((5, 7, 1), bytes([3, 0, 2, 1]), 2)

@@ -107,6 +107,21 @@ def test_groups_with_equal_rewards_fill_up_in_the_order_of_the_prompts_when_prom
     assert (len(begun), choice.num_surplus) == (7, 0)
 
 
+def test_rewards_of_turns_make_spread():
+    def group_of(prompt):
+        same = make_group(prompt, [1.0, 1.0])
+        if prompt.prompt_id != "1":
+            return same
+        return replace(same, rollouts=tuple(replace(r, turn_rewards=(float(i),)) for i, r in enumerate(same.rollouts)))
+
+    async def sample(prompt):
+        return group_of(prompt)
+
+    cfg = replace(make_config(dynamic_sampling=True), num_prompts=1)
+    choice = asyncio.run(choose_groups(make_prompts(3), sample, cfg))
+    assert (ids(choice.groups), ids(choice.zero_spread)) == ([1], [0])
+
+
 def test_filtered_responses_make_no_spread():
     prompt = make_prompts(1)[0]
     group = make_group(prompt, [1.0, 0.0])
@@ -159,7 +174,9 @@ def test_one_token_that_is_too_old_makes_a_response_stale():
     assert [r.filtered_because for r in mark_stale(group, 3).rollouts] == [None, None, "stale"]
 
 
-REPORT = RolloutReport(num_asked=6, num_zero_spread=2, num_surplus=0, num_retries=0, num_continued=0, num_rejected=0)
+REPORT = RolloutReport(
+    num_asked=6, num_zero_spread=2, num_surplus=0, num_retries=0, num_continued=0, num_retracted=0, num_rejected=0
+)
 
 
 def totals(groups, **fields):
