@@ -91,6 +91,10 @@ class Colocated:
         if self._fleet is not None:
             self._fleet.free_devices()
 
+    def is_asleep(self, server: Server) -> bool:
+        """Whether a server lacks some of its memory. On rank 0."""
+        return bool(self._asleep.get(server))
+
     async def wake(self, server: Server, client: ServerClient, tags: Sequence[str]) -> None:
         """Give a server the memory of those tags that sleep; the trainer is away.
 
@@ -143,7 +147,7 @@ class Colocated:
         asleep = self._asleep.setdefault(server, set())
         self._fleet.set_asleep(server, True)
         try:
-            await client.pause_generation()
+            await client.pause_generation("retract")
             awake = [tag for tag in ALL_MEMORY if tag not in asleep]
             if awake:
                 await client.release_memory_occupation(awake)

@@ -293,7 +293,7 @@ class Engine:
         async def pause_and_release() -> None:
             async with aiohttp.ClientSession() as session:
                 server = ServerClient(session, self.url, timeout_s=timeout_s)
-                await server.pause_generation()
+                await server.pause_generation("retract")
                 await server.release_memory_occupation(ALL_MEMORY)
 
         asyncio.run(pause_and_release())
@@ -406,7 +406,7 @@ class ServerClient:
             raise RolloutError(f"POST {self.url}/{endpoint}: status 200, but success is false: {answer}")
         return answer
 
-    async def pause_generation(self, mode: str = "retract") -> None:
+    async def pause_generation(self, mode: str) -> None:
         """Stop sampling; requests that come meanwhile wait.
 
         Args:

@@ -104,7 +104,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "seconds": tuple(
         Metric(stage, "s", "wall time of the stage on rank 0")
         for stage in (
-            "rollout", "reference", "reward", "batch", "old_logprobs", "train", "weight_sync", "evaluate"
+            *("rollout", "take_devices", "reference", "reward", "batch", "old_logprobs", "train", "weight_sync"),
+            "evaluate",
         )
     ),
     "evaluation": (

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -422,46 +423,92 @@ class Disk:
         """Nothing is left on a server."""
 
 
-class Ipc:
-    """CUDA memory of the trainer that servers on the same devices open: nothing leaves a device but once.
+class _Opened:
+    """Pickles as the call that opens a rank's staging buffer."""
 
-    Server i (server_i) shares the devices of trainer ranks i * ranks_per_server and following, in this order.
+    def __init__(self, handle: tuple[Any, ...]) -> None:
+        self._handle = handle
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._handle
+
+
+class Ipc:
+    """CUDA memory of the trainer that servers on the same devices open, so that each device gets its bytes once.
+
+    Each rank stages a bucket in one buffer, which is shared once and kept for the run. A buffer for each bucket would
+    not do: torch counts the readers of shared memory and never gives back what a lost server did not open.
+
+    Server i (server_i) shares the devices of trainer ranks i * ranks_per_server and following, in this order
+    (process.assign_devices).
     """
 
-    def __init__(self, recipe: Recipe, *, device: torch.device) -> None:
-        """Of ranks whose tensors are on this device."""
-        self._ranks_per_server = recipe.ranks_per_server
-        self._device = device
-        self._handles: deque[list[str]] = deque()
+    def __init__(
+        self, recipe: Recipe, specs: Sequence[TensorSpec], *, bucket_bytes: int, device: torch.device
+    ) -> None:
+        """Of buckets on this device that are no larger than bucket_bytes, or than the largest of these tensors."""
+        sizes = [prod(shape) * dtype.itemsize for _, dtype, shape in specs]
+        self._num_bytes = min(sum(sizes), max(bucket_bytes, *sizes))
+        self._ranks_per_server, self._device = recipe.ranks_per_server, device
+        self._staging: Tensor | None = None
+        self._handles: list[Any] = []
+        self._staged: deque[list[Any]] = deque()
+        self._is_delivering = False
+        self._free = threading.Semaphore(0)
 
     def buckets(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
-        """Copy each bucket from rank 0 to all ranks, whose handles rank 0 keeps.
-
-        A rank's copy lives until the next but one is there: rank 0 asks for that one when servers have loaded this.
-        """
-        from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-        held: deque[FlattenedTensorBucket] = deque(maxlen=2)
+        """Copy each bucket to every rank's staging buffer when servers have loaded the one before."""
+        staging = self._share_once()
         is_first = dist.get_rank() == 0
-        while True:
-            bucket = next(buckets, None)
-            if bucket is None:
-                return
-            tensors = widest_first(bucket)
-            layout = [[(name, tensor.dtype, tensor.shape) for name, tensor in tensors]]
-            dist.broadcast_object_list(layout, src=0, device=self._device)
-            if not is_first:
-                tensors = [(n, torch.empty(shape, dtype=dtype, device=self._device)) for n, dtype, shape in layout[0]]
-            copy = FlattenedTensorBucket(named_tensors=tensors)
-            dist.broadcast(copy.get_flattened_tensor(), src=0)
-            torch.cuda.synchronize(self._device)
-            held.append(copy)
-            shared = {"flattened_tensor": copy.get_flattened_tensor(), "metadata": copy.get_metadata()}
-            handles: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(handles, MultiprocessingSerializer.serialize(shared, output_str=True))
-            self._handles.append(handles)
-            yield tensors if is_first else []
+        for bucket in buckets:
+            num_bytes = torch.zeros(1, dtype=torch.int64, device=self._device)
+            if is_first:
+                num_bytes += self._stage(bucket, staging)
+            dist.broadcast(num_bytes, src=0)
+            if int(num_bytes):  # 0: the attempt has failed, and nobody loads it
+                dist.broadcast(staging[: int(num_bytes)], src=0)
+                torch.cuda.synchronize(self._device)
+                dist.barrier()  # every device has it
+            yield bucket
+        torch.cuda.empty_cache()
+
+    def _share_once(self) -> Tensor:
+        if self._staging is None:
+            self._staging = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+            self._handles = [None] * dist.get_world_size()
+            dist.all_gather_object(self._handles, self._handle_of(self._staging))
+        return self._staging
+
+    def _handle_of(self, staging: Tensor) -> tuple[Any, ...]:
+        """What opens it in another process: a function and its arguments."""
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+        from torch.multiprocessing import reductions
+
+        monkey_patch_torch_reductions()  # names the device by its UUID: a server numbers devices in its own way
+        handle: tuple[Any, ...] = reductions.reduce_tensor(staging)
+        return handle
+
+    def _stage(self, bucket: Bucket, staging: Tensor) -> int:
+        """On rank 0, in the stream's thread: wait for the buffer, fill it; returns its bytes, 0 after a failure."""
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+        if self._is_delivering:
+            self._free.acquire()
+        if not self._is_delivering:
+            return 0
+        metadata, start = [], 0
+        for name, tensor in widest_first(bucket):
+            data = tensor.flatten().view(torch.uint8)
+            end = start + data.numel()
+            staging[start:end].copy_(data)
+            metadata.append(
+                FlattenedTensorMetadata(
+                    name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=end - start
+                )
+            )
+            start = end
+        self._staged.append(metadata)
+        return start
 
     async def prepare(self, targets: Targets, stream: BucketStream) -> None:
         """Nothing."""
@@ -469,18 +516,36 @@ class Ipc:
     async def deliver(self, targets: Targets, stream: BucketStream) -> None:
         """One request per bucket, with the handles of the devices that the server has."""
         await targets.all(_open_update)
-        self._handles.clear()
-        async for _ in stream.ahead():
-            handles = self._handles.popleft()
-
-            async def load(server: ServerClient, place: int, handles: Sequence[str] = handles) -> None:
-                first = self._ranks_per_server * int(targets.servers[place].name.rpartition("_")[2])
-                await server.update_weights_from_tensor(handles[first : first + self._ranks_per_server])
-
-            start_s = time.perf_counter()
-            await targets.all(load)
-            stream.seconds["load"] += time.perf_counter() - start_s
+        self._staged.clear()
+        self._free = threading.Semaphore(1)
+        self._is_delivering = True
+        try:
+            async for _ in stream.ahead():
+                start_s = time.perf_counter()
+                await self._load(targets, self._staged.popleft())
+                stream.seconds["load"] += time.perf_counter() - start_s
+                self._free.release()
+        finally:
+            self._is_delivering = False
+            self._free.release()  # the stream's thread may wait
         await targets.all(_close_update)
+        torch.cuda.empty_cache()
+
+    async def _load(self, targets: Targets, metadata: list[Any]) -> None:
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        async def load(server: ServerClient, place: int) -> None:
+            first = self._ranks_per_server * int(targets.servers[place].name.rpartition("_")[2])
+            await server.update_weights_from_tensor(
+                [
+                    MultiprocessingSerializer.serialize(
+                        {"flattened_tensor": _Opened(handle), "metadata": metadata}, output_str=True
+                    )
+                    for handle in self._handles[first : first + self._ranks_per_server]
+                ]
+            )
+
+        await targets.all(load)
 
     async def leave(self, targets: Targets) -> None:
         """Close the update."""

@@ -5,15 +5,22 @@ of the trainer and the order of all that happens.
 """
 
 import asyncio
+import itertools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.multiprocessing import reductions, set_sharing_strategy
 
+from gspo_megatron import weight_sync as weight_sync_module
 from gspo_megatron.config import load_recipe
 from gspo_megatron.engine import ALL_MEMORY, Engine, RolloutError, ServerClient, post, take_port
 from gspo_megatron.fleet import (
@@ -26,13 +33,25 @@ from gspo_megatron.fleet import (
     read_servers,
     withdraw,
 )
-from tests.distributed.policy_worker import RECIPE, build
+from gspo_megatron.transports import Ipc, _Opened
+from gspo_megatron.weight_sync import WeightSync
+from tests.distributed.policy_worker import RECIPE, build, hf_tensors
 from tests.distributed.spawn import spawn
 from tests.distributed.test_offload import gradients, kept_tensors
-from tests.e2e.test_sglang_server import call
+from tests.e2e.push_worker import EP2, change
+from tests.e2e.test_push import exported, held
+from tests.e2e.test_sglang_server import call, push
 
 LIMITS = ("cluster.start_timeout_s=3", "cluster.probe_timeout_s=3")
 PROMPT = {"input_ids": [1, 2, 3], "sampling_params": {"temperature": 0.0, "max_new_tokens": 4}}
+
+
+def generate(url: str) -> Any:
+    async def ask() -> Any:
+        async with aiohttp.ClientSession() as session:
+            return await post(session, url + "/generate", PROMPT, timeout_s=100)
+
+    return asyncio.run(ask())
 
 
 class Recorder:
@@ -64,48 +83,77 @@ class Recorder:
         self.events.append((name, tags, any(t.untyped_storage().nbytes() for t in self._tensors())))
 
 
-async def wake(colocated: Any, server: Server, *, steps: tuple[tuple[str, ...], ...]) -> list[int]:
-    """What a push does around its buckets; then tokens that the server samples."""
-    async with aiohttp.ClientSession() as session:
-        client = ServerClient(session, server.url, timeout_s=60)
-        answer = asyncio.create_task(post(session, server.url + "/generate", PROMPT, timeout_s=60))
-        for tags in steps:
-            await asyncio.sleep(0.2)
-            assert not answer.done(), "a server that is not awake answers nobody"
-            await colocated.wake(server, client, tags)
-        await client.continue_generation()
-        return list((await answer)["output_ids"])
+class HostIpc(Ipc):
+    """Ipc with the host's shared memory in the place of CUDA's: what a server without CUDA opens in the same way."""
+
+    def _share_once(self) -> Tensor:
+        if self._staging is None:
+            set_sharing_strategy("file_system")
+            self._staging = torch.empty(self._num_bytes, dtype=torch.uint8)
+            _, (kind, storage, metadata) = reductions.reduce_tensor(self._staging)
+            untyped = _Opened(reductions.reduce_storage(storage._untyped_storage))
+            typed = _Opened((reductions.rebuild_typed_storage, (untyped, storage.dtype)))
+            self._handles = [(reductions.rebuild_tensor, (kind, typed, metadata))]
+        return self._staging
+
+    async def _load(self, targets: Any, metadata: list[Any]) -> None:
+        assert self._staging is not None
+        self._staging.untyped_storage()._shared_incref()  # each opening takes one away
+        await super()._load(targets, metadata)
 
 
 def turns(rank: int, folder: str, server: Server) -> dict[str, Any]:
-    """Three train turns with two generate turns between them."""
-    _, policy, optimizer = build(["cluster.trainer_ranks=2"])
+    """Three train turns, a push and a generate turn between any two of them."""
+    weight_sync_module.BUCKET_BYTES = 100_000
+    recipe, policy, optimizer = build([*EP2, *LIMITS])
     from gspo_megatron.colocated import Colocated
     from gspo_megatron.mcore.offload import Offload
 
-    recipe = load_recipe(RECIPE, LIMITS)
     offload = Offload(policy, optimizer)
     recorder = Recorder(policy, optimizer, offload)
-    colocated = Colocated(policy, offload, recipe, Fleet(Path(folder)) if rank == 0 else None)
+    fleet = Fleet(Path(folder)) if rank == 0 else None
+    colocated = Colocated(policy, offload, recipe, fleet)
+    weight_sync = WeightSync(policy, recipe, fleet, colocated)
+    gatherer = weight_sync._gatherer
+    weight_sync._transport = HostIpc(recipe, gatherer.specs, bucket_bytes=100_000, device=policy.parallel.device)
     found: dict[str, Any] = {"tokens": [], "held": [], "asleep": []}
 
     def look() -> None:
         found["held"].append(are_devices_held(Path(folder)))
         found["asleep"].append(is_asleep(Path(folder), server.name))
 
-    for turn in range(2):
+    for version in range(2):
         colocated.take_devices()
         look()
-        colocated.leave_devices()
-        colocated.leave_devices()
-        if rank == 0:
-            weights, *rest = ALL_MEMORY
-            steps = ((weights,), tuple(rest)) if turn else ((weights,), (weights, *rest))
-            found["tokens"].append(asyncio.run(wake(colocated, server, steps=steps)))
-            look()
+        change(policy, version)
+        found["sent"] = hf_tensors(policy)
+        if fleet is not None:
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(generate, server.url)
+                time.sleep(0.3)
+                assert not answer.done(), "a server that sleeps answers nobody"
+                weight_sync.push(version)
+                found["tokens"].append(answer.result(60)["meta_info"]["weight_version"])
+            assert fleet.ready() == [server]
+        else:
+            weight_sync.push(version)
+        look()
+        weight_sync.bring_up()
     colocated.take_devices()
     look()
-    return found | {"events": recorder.events}
+    found["events"], recorder.events = recorder.events, []
+    change(policy, 2)
+    found["sent"] = hf_tensors(policy)
+    plain, num_loads = ServerClient.update_weights_from_tensor, itertools.count(1)
+
+    async def fails_once(client: ServerClient, payloads: Any) -> None:
+        if next(num_loads) == 2:
+            raise RolloutError("the second bucket is refused")
+        await plain(client, payloads)
+
+    ServerClient.update_weights_from_tensor = fails_once
+    weight_sync.push(2)
+    return found | {"events_of_two_attempts": recorder.events, "reasons": list(weight_sync._failed.values())}
 
 
 @pytest.fixture
@@ -114,7 +162,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def sleeping(engine: Engine, folder: Path) -> Any:
+def sleeping(engine: Engine, model_dir: Path, folder: Path) -> Any:
     """The session's server, announced asleep; awake again for the other tests."""
     server = Server(name="server_0", url=engine.url, incarnation=0)
     engine.sleep(60)
@@ -123,6 +171,7 @@ def sleeping(engine: Engine, folder: Path) -> Any:
         yield server
     finally:
         call(engine.url, "continue_generation")
+        push(engine.url, load_file(model_dir / "model.safetensors"), weight_version=0)
 
 
 def test_nothing_is_on_a_device_twice_and_every_turn_begins_when_the_other_has_ended(
@@ -130,9 +179,12 @@ def test_nothing_is_on_a_device_twice_and_every_turn_begins_when_the_other_has_e
 ) -> None:
     first, second = spawn(turns, 2, str(folder), sleeping, timeout_s=200)
     weights, *rest = ALL_MEMORY
-    woken = [
+    pushed = [
         ("to_host", (), True),
+        *((name, (), False) for name in ("pause_generation", "update_weight_version")),
         ("resume_memory_occupation", (weights,), False),
+        *((name, (), False) for name in ("begin_weight_update", "update_weights_from_tensor", "end_weight_update")),
+        *((name, (), False) for name in ("flush_cache", "weights_checker", "update_weight_version")),
         ("resume_memory_occupation", tuple(rest), False),
         ("continue_generation", (), False),
     ]
@@ -141,18 +193,27 @@ def test_nothing_is_on_a_device_twice_and_every_turn_begins_when_the_other_has_e
         ("release_memory_occupation", ALL_MEMORY, False),
         ("to_device", (), False),
     ]
-    assert first["events"] == [*woken, *asleep, *woken, *asleep]
-    assert second["events"] == [woken[0], asleep[-1], woken[0], asleep[-1]]
+    assert first["events"].count(pushed[5]) >= 2 * 3, "several buckets"
+    events = [event for event, _ in itertools.groupby(first["events"])]
+    assert events == [*pushed, *asleep, *pushed, *asleep]
+    assert second["events"] == [pushed[0], asleep[-1], pushed[0], asleep[-1]]
     trainer_is_on, on_server = True, set()
-    for name, tags, was_on in first["events"]:
+    for name, tags, was_on in events:
         assert was_on == trainer_is_on
         trainer_is_on = name == "to_device" or (trainer_is_on and name != "to_host")
         on_server |= set(tags) if name.startswith("resume") else set()
         on_server -= set(tags) if name.startswith("release") else set()
         assert not (trainer_is_on and on_server)
-    assert first["tokens"][0] == first["tokens"][1] and len(first["tokens"][0]) == 4
+    assert first["tokens"] == ["0", "1"]
     assert first["held"] == [True, False, True, False, True]
     assert first["asleep"] == [False, False, True, False, True], "the first is the supervisor's to say"
+    assert first["reasons"] == ["the second bucket is refused"]
+    names = [name for name, _ in itertools.groupby(name for name, _, _ in first["events_of_two_attempts"])]
+    attempt = [name for name, _, _ in pushed[:6]]
+    again = [name for name in attempt[1:] if name != "resume_memory_occupation"]
+    assert names == [*attempt, "end_weight_update", *again, *(name for name, _, _ in pushed[6:])]
+    assert held(sleeping.url) == exported(first["sent"])
+    assert call(sleeping.url, "weight_version") == 2
 
 
 async def wake_all(colocated: Any, server: Server) -> None:
