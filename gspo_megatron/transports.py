@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import itertools
 import os
 import shutil
 import socket
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -199,7 +199,6 @@ class Broadcast:
         self._backend = "nccl" if recipe.device == "cuda" else "gloo"
         self._limit_s = limit_s
         self._servers: list[Server] = []
-        self._numbers = itertools.count()
         self._name = ""
         self._store: dist.TCPStore | None = None
         self._group: Any = None
@@ -251,7 +250,7 @@ class Broadcast:
 
         if self._servers:
             await self.leave(targets.of(self._servers))
-        self._name = name = f"weights_{next(self._numbers)}"
+        self._name = name = f"weights_{uuid.uuid4().hex}"  # a server takes no name twice
         world_size = 1 + self._ranks_per_server * len(targets.servers)
         timeout = datetime.timedelta(seconds=self._limit_s)
         self._store = _listen(self._host, self._port, timeout)
