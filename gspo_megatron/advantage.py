@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gspo_megatron.config import AdvantageConfig, KlConfig
@@ -28,6 +29,15 @@ def add_advantages(
     response that ended at max_response_tokens is filtered and gets exactly 0; `before_statistics` also leaves its
     reward out of mean and std. One that was filtered for another reason gets 0 and is left out of them, too.
 
+    With cfg.turn_rewards the rewards of turns (rollout.multi_turn) give each turn an advantage of its own, which its
+    tokens have beside A_i: with R_ik = r_ik + r_i,k+1 + ... to the response's last turn,
+
+        token_advantages = A_i + A_ik,    A_ik = (R_ik - mean) / (std + eps),
+
+    mean and std over the R_jk of the members j that have a turn k and count above. A turn that no other member has, or
+    in which all R_jk are equal, has A_ik = 0 exactly; where that is so everywhere GSPO-token equals GSPO. A group
+    without rewards of turns is left alone.
+
     Args:
         groups: scored.
         cfg: statistics, filter and shaping.
@@ -35,8 +45,9 @@ def add_advantages(
         kl: the recipe's penalty; without effect here where its place is `loss`.
 
     Raises:
-        ValueError: a rollout has no reward, a reward or shaped reward that is not finite, or no log-probs of the
-            reference although kl needs them.
+        ValueError: a rollout has no reward, a reward or shaped reward that is not finite, no log-probs of the
+            reference although kl needs them, rewards of turns without cfg.turn_rewards, or turns that are not those
+            of its tokens.
     """
     return [_add_group_advantages(group, cfg, max_response_tokens, kl) for group in groups]
 
@@ -74,6 +85,7 @@ def _add_group_advantages(
     for member, rollout in enumerate(group.rollouts):
         try:
             terms.append(_reward_terms(rollout, cfg, max_response_tokens, kl))
+            _check_turns(rollout, cfg)
         except ValueError as error:
             raise ValueError(f"prompt {group.prompt.prompt_id}, member {member}: {error}") from error
     reasons = [_filter_reason(r, cfg) for r in group.rollouts]
@@ -84,7 +96,51 @@ def _add_group_advantages(
     for rollout, reason, counted in zip(group.rollouts, reasons, is_counted, strict=True):
         advantage = next(advantages) if counted else 0.0
         rollouts.append(replace(rollout, advantage=0.0 if reason else advantage, filtered_because=reason))
+    if any(rollout.turn_rewards is not None for rollout in rollouts):
+        rollouts = _add_turn_advantages(rollouts, is_counted, cfg)
     return replace(group, rollouts=tuple(rollouts))
+
+
+def _check_turns(rollout: Rollout, cfg: AdvantageConfig) -> None:
+    if rollout.turn_rewards is None:
+        return
+    if not cfg.turn_rewards:
+        raise ValueError(
+            f"turn_rewards are {rollout.turn_rewards}; set advantage.turn_rewards to true, or let the function of "
+            "rollout.multi_turn give none"
+        )
+    lengths, num_tokens = rollout.turn_lengths, rollout.num_sampled_tokens
+    if lengths is None or len(lengths) != len(rollout.turn_rewards) or sum(lengths) != num_tokens:
+        raise ValueError(
+            f"turn_lengths are {lengths}, want {len(rollout.turn_rewards)} as turn_rewards that add up to the "
+            f"{num_tokens} sampled tokens"
+        )
+    if not all(math.isfinite(reward) for reward in rollout.turn_rewards):
+        raise ValueError(f"turn_rewards are {rollout.turn_rewards}, want finite numbers")
+
+
+def _add_turn_advantages(rollouts: list[Rollout], is_counted: list[bool], cfg: AdvantageConfig) -> list[Rollout]:
+    """The group's rollouts, filtered ones apart, with token_advantages."""
+    lengths = [r.turn_lengths or (r.num_sampled_tokens,) for r in rollouts]
+    rewards = [r.turn_rewards or (0.0,) * len(n) for r, n in zip(rollouts, lengths, strict=True)]
+    advantages = [[0.0] * len(n) for n in lengths]
+    for turn in range(max(map(len, lengths))):
+        members = [i for i, counted in enumerate(is_counted) if counted and turn < len(lengths[i])]
+        # Its terms add up to the return, as those of a shaped reward do.
+        for i, advantage in zip(members, _advantages([rewards[i][turn:] for i in members], cfg), strict=True):
+            advantages[i][turn] = advantage
+    return [
+        r if r.is_filtered else replace(r, token_advantages=_token_advantages(r, n, of_turns))
+        for r, n, of_turns in zip(rollouts, lengths, advantages, strict=True)
+    ]
+
+
+def _token_advantages(rollout: Rollout, lengths: tuple[int, ...], of_turns: list[float]) -> tuple[float, ...]:
+    """One per response token: the response's plus its turn's; 0 on tokens that were not sampled."""
+    outcome = rollout.advantage or 0.0
+    sampled = iter([outcome + a for a, length in zip(of_turns, lengths, strict=True) for _ in range(length)])
+    mask = rollout.response_mask or (True,) * len(rollout.response_ids)
+    return tuple(next(sampled) if is_sampled else 0.0 for is_sampled in mask)
 
 
 def _filter_reason(rollout: Rollout, cfg: AdvantageConfig) -> str | None:
@@ -116,7 +172,8 @@ def _overlong_term(num_tokens: int, buffer_tokens: int, max_tokens: int) -> floa
     return max(-1.0, min(0.0, (max_tokens - buffer_tokens - num_tokens) / buffer_tokens))
 
 
-def _advantages(terms: list[tuple[float, float, float]], cfg: AdvantageConfig) -> list[float]:
+def _advantages(terms: Sequence[tuple[float, ...]], cfg: AdvantageConfig) -> list[float]:
+    """Relative to each other; what is compared is the sum of each one's terms."""
     rewards = [math.fsum(t) for t in terms]
     # Decided on the rewards: the mean of equal values may round, which eps would blow up to an advantage. Sums of
     # terms that are equal on paper round too.

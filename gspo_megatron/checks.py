@@ -12,8 +12,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.cluster_checks import check_placement
+from gspo_megatron.cluster_checks import check_placement, check_push
 from gspo_megatron.config import ConfigError, Recipe
+from gspo_megatron.multi_turn import load_function
 from gspo_megatron.objective_checks import check_mcore, check_objective
 
 # TransformerConfig fields that this project derives from config.json, the recipe or the objective.
@@ -90,6 +91,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
     if not problems:
         problems = _check_parallel(recipe) + _check_sizes(recipe) + _check_sampling(recipe) + _check_model(recipe)
         problems += check_objective(recipe) + check_mcore(recipe) + check_placement(recipe)
+        problems += check_push(recipe) + _check_turns(recipe)
     mcore = upstream_fields("megatron-core", "megatron/core/transformer/transformer_config.py")
     mcore |= upstream_fields("megatron-core", "megatron/core/model_parallel_config.py")
     problems += _check_passed_through("model.mcore", recipe.model.mcore, DERIVED_MCORE_KEYS, mcore)
@@ -125,6 +127,7 @@ _RANGES: dict[str, tuple[float, float]] = {
             "rollout.num_prompts",
             "rollout.max_response_tokens",
             "rollout.request_timeout_s",
+            "rollout.turn_timeout_s",
             "rollout.max_concurrency",
             "batch.num_minibatches",
             "batch.max_tokens_per_microbatch",
@@ -143,6 +146,7 @@ _RANGES: dict[str, tuple[float, float]] = {
             "cluster.max_restarts",
             "rollout.max_retries",
             "rollout.min_response_tokens",
+            "rollout.max_turns",
             "rollout.oversample_prompts",
             "rollout.max_prompts_per_step",
             "advantage.eps",
@@ -167,6 +171,7 @@ _RANGES: dict[str, tuple[float, float]] = {
         (0, 1),
     ),
     "cluster.server_port": (0, 65535),
+    "cluster.weight_port": (0, 65535),
     "rollout.group_size": (2, inf),
     "rollout.temperature": (0.01, 10),
     "evaluate.temperature": (0.01, 10),
@@ -229,6 +234,23 @@ def _check_sizes(recipe: Recipe) -> list[str]:
         )
     if recipe.cold_start is None and recipe.model.load == "random":
         problems.append("cold_start: null with model.load random would train noise; give cold_start or weights")
+    return problems
+
+
+def _check_turns(recipe: Recipe) -> list[str]:
+    """Whether there is the function that answers turns, and what makes no sense without it."""
+    r = recipe.rollout
+    problems = []
+    if r.multi_turn is not None:
+        try:
+            load_function(r.multi_turn)
+        except ConfigError as error:
+            problems.append(str(error))
+        return problems
+    if r.max_turns:
+        problems.append(f"rollout.max_turns={r.max_turns}: has no effect without rollout.multi_turn; set it to 0")
+    if recipe.cold_start is not None and recipe.data.reasoning_gym == "chain_sum":
+        problems.append("rollout.multi_turn: null, but demonstrations of chain_sum call a calculator; name one")
     return problems
 
 

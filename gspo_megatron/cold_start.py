@@ -17,12 +17,14 @@ from rich.console import Console
 
 from gspo_megatron.config import ColdStartConfig, Recipe, load_recipe
 from gspo_megatron.mcore.rank import run_rank
+from gspo_megatron.multi_turn import function_file, load_function
 from gspo_megatron.progress import StageClock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from gspo_megatron.batch import TrainSequence
+    from gspo_megatron.multi_turn import TurnFunction
     from gspo_megatron.prompts import PromptStream
 
 LINE_EVERY = 50
@@ -37,9 +39,11 @@ def cold_start_dir(recipe: Recipe) -> Path:
     parts["trainer_ranks"] = recipe.cluster.trainer_ranks
     parts["microbatches"] = (recipe.batch.max_tokens_per_microbatch, recipe.batch.mode)
     hf_dir = Path(recipe.model.hf_dir)
-    parts["files"] = [
-        hashlib.sha256((hf_dir / name).read_bytes()).hexdigest() for name in ("config.json", "tokenizer.json")
-    ]
+    files = [hf_dir / name for name in ("config.json", "tokenizer.json")]
+    if recipe.rollout.multi_turn is not None:  # its replies are in the demonstrations
+        parts["multi_turn"] = recipe.rollout.multi_turn
+        files.append(function_file(recipe.rollout.multi_turn))
+    parts["files"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     if recipe.model.load != "random":  # gigabytes: known by size and time of writing
         load = Path(recipe.model.load)
         stats = {str(file.relative_to(load)): file.stat() for file in sorted(load.rglob("*")) if file.is_file()}
@@ -56,20 +60,28 @@ def learning_rate(cfg: ColdStartConfig, step: int) -> float:
 
 
 def take_demonstrations(
-    stream: PromptStream, tokenizer: PreTrainedTokenizerBase, rng: random.Random, cfg: ColdStartConfig
+    stream: PromptStream,
+    tokenizer: PreTrainedTokenizerBase,
+    rng: random.Random,
+    cfg: ColdStartConfig,
+    function: TurnFunction | None = None,
 ) -> list[TrainSequence]:
-    """One optimizer step's demonstrations, the same on every rank."""
+    """One optimizer step's demonstrations, the same on every rank; function is that of rollout.multi_turn."""
     from gspo_megatron.batch import TrainSequence
     from gspo_megatron.demonstrations import demonstration
 
-    return [
-        TrainSequence(
-            name=f"demonstration for {prompt.text}",
-            prompt_ids=prompt.token_ids,
-            response_ids=tuple(demonstration(prompt, tokenizer, rng, flawed_fraction=cfg.flawed_fraction)),
+    sequences = []
+    for prompt in stream.take(cfg.batch_size):
+        shown = demonstration(prompt, tokenizer, rng, flawed_fraction=cfg.flawed_fraction, function=function)
+        sequences.append(
+            TrainSequence(
+                name=f"demonstration for {prompt.text}",
+                prompt_ids=prompt.token_ids,
+                response_ids=shown.response_ids,
+                response_mask=shown.response_mask,
+            )
         )
-        for prompt in stream.take(cfg.batch_size)
-    ]
+    return sequences
 
 
 def train_cold_start(recipe: Recipe, cfg: ColdStartConfig, console: Console) -> None:
@@ -89,10 +101,11 @@ def train_cold_start(recipe: Recipe, cfg: ColdStartConfig, console: Console) -> 
     tokenizer = load_tokenizer(recipe.model.hf_dir)
     stream = PromptStream(recipe.data, tokenizer, split="cold_start", seed=recipe.seed)
     rng = random.Random(recipe.seed)
+    function = load_function(recipe.rollout.multi_turn) if recipe.rollout.multi_turn is not None else None
     with StageClock(console, total_steps=cfg.num_steps) as clock:
         for step in range(cfg.num_steps):
             with clock.stage("cold start"):
-                sequences = take_demonstrations(stream, tokenizer, rng, cfg)
+                sequences = take_demonstrations(stream, tokenizer, rng, cfg, function)
                 batch = pack_batch(
                     sequences,
                     recipe.batch.max_tokens_per_microbatch,
@@ -105,7 +118,7 @@ def train_cold_start(recipe: Recipe, cfg: ColdStartConfig, console: Console) -> 
                     optimizer,
                     batch,
                     sft_loss,
-                    denominator=sum(len(s.response_ids) for s in sequences),
+                    denominator=sum(s.response_length for s in sequences),
                     lr=learning_rate(cfg, step),
                     temperature=1.0,
                 )

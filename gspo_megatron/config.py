@@ -98,8 +98,8 @@ class ClusterConfig:
 class DataConfig:
     """Prompts: a reasoning-gym generator, split three ways by hash so that no text occurs twice."""
 
-    reasoning_gym: Literal["number_sorting"]
-    """Generator and scorer of the reasoning-gym package."""
+    reasoning_gym: Literal["number_sorting", "chain_sum"]
+    """Generator and scorer of the reasoning-gym package; rewards/reasoning.py has the compact form of each."""
     params: dict[str, Any]
     """The generator's own configuration keys, without seed and size."""
 
@@ -147,7 +147,13 @@ class RolloutConfig:
     """Prompts that dynamic_sampling may use for one rollout step; when they do not suffice, groups with equal rewards
     fill up. 0: three times num_prompts."""
     multi_turn: str | None = None
-    """`module:function` of one's own that answers each turn of a response (multi_turn.py); null: one turn."""
+    """`module:function` of one's own that answers each turn of a response (multi_turn.py); null: one turn. The module
+    is looked for in the working directory first, then where Python finds its packages."""
+    max_turns: int = 0
+    """Turns of a response at most; 0: as many as max_response_tokens, which counts what the function puts in between,
+    has room for."""
+    turn_timeout_s: float = 60.0
+    """Limit of one call of the function, seconds; a longer one ends the run."""
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
     """What a weight push does to requests that run (SGLang's pause modes). retract: they wait, and their keys and
     values are computed again with the new weights. in_place: they keep the keys and values of the old weights. abort:
@@ -163,7 +169,7 @@ class RolloutConfig:
     request_timeout_s: float = 120.0
     """Limit of one generate request, seconds. Wants to be longer than the longest response and a push together."""
     max_concurrency: int = 64
-    """Requests in flight."""
+    """Requests in flight; and, apart from them, calls of multi_turn's function."""
     max_retries: int = 2
     """Further tries of a request that was not answered in time, or with a status 5xx or what a check refuses. Lost
     connections do not count: servers are restarted, up to max_restarts."""
@@ -196,6 +202,9 @@ class AdvantageConfig:
     overlong_buffer_tokens: int = 0
     """DAPO's soft punishment (arXiv:2503.14476, Eq. 13), part of the reward and so before the statistics: within this
     many tokens of max_response_tokens the reward falls linearly by up to 1. 0: off."""
+    turn_rewards: bool = False
+    """Rewards that the function of rollout.multi_turn gives to turns make advantages per token (advantage.py); for
+    objectives that read those, so not gspo and gmpo. False refuses such rewards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -340,6 +349,12 @@ class Recipe:
     def ranks_per_server(self) -> int:
         """SGLang processes of one server: each joins the weight push, and on GPU has its own device."""
         return int(self.rollout.sglang.get("tp_size", 1))
+
+    @property
+    def push_limit_s(self) -> float:
+        """Longest wait for a server within a weight push, and of a server: what a health probe may take; the other
+        ranks wait in a collective meanwhile."""
+        return min(self.cluster.probe_timeout_s, self.cluster.collective_timeout_s / 2)
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -24,12 +24,13 @@ import aiohttp
 
 from gspo_megatron.config import ConfigError, Recipe
 from gspo_megatron.process import interface_variables
-from gspo_megatron.sglang_cpu import DEVICE_VARIABLE
+from gspo_megatron.sglang_cpu import DEVICE_VARIABLE, LIMIT_VARIABLE
 
 LOG_LINES, LOG_COLUMNS = 20, 300
 """How much of the server's log an error quotes."""
 WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
 """SGLang's tags of device memory that a server can release (srt/constants.py)."""
+ALL_MEMORY = (WEIGHTS, KV_CACHE, CUDA_GRAPH)
 PROBE_TEMPERATURE = 100.0
 """Flattens any model's distribution, so that equal tokens of two probes mean equal seeds and nothing else."""
 KILL_TIMEOUT_S = 60.0
@@ -101,8 +102,12 @@ def server_environment(recipe: Recipe, inherited: Mapping[str, str], *, cuda_dev
             cluster.network_interface is none of this machine's, or torch's allocator is set to what colocated servers
             cannot work with.
     """
-    own = {"CUDA_VISIBLE_DEVICES": cuda_devices, DEVICE_VARIABLE: recipe.device}
-    own |= interface_variables(recipe.cluster.network_interface)
+    own = {
+        "CUDA_VISIBLE_DEVICES": cuda_devices,
+        DEVICE_VARIABLE: recipe.device,
+        LIMIT_VARIABLE: str(recipe.push_limit_s),
+        **interface_variables(recipe.cluster.network_interface),
+    }
     if recipe.cluster.placement == "colocated":
         _check_allocator(inherited)
     if recipe.device == "cpu":
@@ -279,6 +284,21 @@ class Engine:
         async with aiohttp.ClientSession() as session:
             await get(session, self.url + "/health_generate", timeout_s=timeout_s)
 
+    def sleep(self, timeout_s: float) -> None:
+        """Pause the server and release all its device memory; colocated.py wakes it.
+
+        Raises:
+            RolloutError: it did not do so in time.
+        """
+
+        async def pause_and_release() -> None:
+            async with aiohttp.ClientSession() as session:
+                server = ServerClient(session, self.url, timeout_s=timeout_s)
+                await server.pause_generation("retract")
+                await server.release_memory_occupation(ALL_MEMORY)
+
+        asyncio.run(pause_and_release())
+
     async def _probe(self, session: aiohttp.ClientSession, *, seed: int, timeout_s: float) -> list[int]:
         sampling = {"temperature": PROBE_TEMPERATURE, "max_new_tokens": 8, "ignore_eos": True, "sampling_seed": seed}
         body = {"input_ids": [0], "sampling_params": sampling}
@@ -387,7 +407,7 @@ class ServerClient:
             raise RolloutError(f"POST {self.url}/{endpoint}: status 200, but success is false: {answer}")
         return answer
 
-    async def pause_generation(self, mode: str = "retract") -> None:
+    async def pause_generation(self, mode: str) -> None:
         """Stop sampling; requests that come meanwhile wait.
 
         Args:

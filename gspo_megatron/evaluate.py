@@ -29,7 +29,7 @@ class Evaluation:
     mean_reward: float
     """Mean of the scorer's rewards; above accuracy where the scorer is tolerant."""
     mean_response_tokens: float
-    """Tokens per response, EOS included."""
+    """Sampled tokens per response, EOS included."""
     truncated_fraction: float
     """Share of responses that ended at max_response_tokens."""
     distinct_fraction: float
@@ -63,7 +63,7 @@ def summarize(groups: Sequence[RolloutGroup]) -> Evaluation:
         num_prompts=len(groups),
         num_samples=num_samples,
         mean_reward=fmean(_reward(rollout, group) for group in groups for rollout in group.rollouts),
-        mean_response_tokens=fmean(len(rollout.response_ids) for rollout in rollouts),
+        mean_response_tokens=fmean(rollout.num_sampled_tokens for rollout in rollouts),
         truncated_fraction=fmean(rollout.finish_reason == "length" for rollout in rollouts),
         distinct_fraction=len({rollout.text for rollout in rollouts}) / len(rollouts),
     )

@@ -5,6 +5,8 @@ into the run's folder when it answers; so the trainer needs no other way to the 
 
     servers/server_0.json              a Server, written by the supervisor (supervisor.py)
     servers/server_0.restart.json      what the trainer has against an incarnation, written by Fleet.reject
+    servers/server_0.asleep            a colocated server has no memory on its device now (colocated.py)
+    servers/devices_held               nor may a server be started: the trainer has the devices
 
 A server gets requests when, and only when, a push of the current weights to this very incarnation was verified
 (weight_sync.py). A restarted server, one that failed, and one that a push did not reach have to be pushed to first.
@@ -27,6 +29,7 @@ NO_VERSION = -1
 """Reported by a server that was started and not pushed to: no token may come from it."""
 REREAD_S = 0.5
 """The announcements are read again after this long."""
+DEVICES_HELD = "devices_held"
 MAX_REJECTIONS = 3
 """Of one incarnation; then the trainer asks for a restart."""
 
@@ -73,6 +76,32 @@ def read_restart_request(folder: Path, server: Server) -> str | None:
     return str(request["reason"]) if request["incarnation"] == server.incarnation else None
 
 
+def set_asleep(folder: Path, name: str, is_asleep: bool) -> None:
+    """Say whether a server sleeps; one that does is not probed."""
+    _set_mark(folder / f"{name}.asleep", is_asleep)
+
+
+def is_asleep(folder: Path, name: str) -> bool:
+    """Whether a server sleeps."""
+    return (folder / f"{name}.asleep").exists()
+
+
+def hold_devices(folder: Path, are_held: bool) -> None:
+    """Say whether the trainer has the devices of colocated servers, so that none may be started."""
+    _set_mark(folder / DEVICES_HELD, are_held)
+
+
+def are_devices_held(folder: Path) -> bool:
+    """Whether no server may be started. Whoever starts one withdraws it first and asks then; whoever holds looks who
+    is announced then: so one of them sees the other."""
+    return (folder / DEVICES_HELD).exists()
+
+
+def _set_mark(path: Path, is_set: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch() if is_set else path.unlink(missing_ok=True)
+
+
 def _write(path: Path, fields: dict[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.tmp")
@@ -108,6 +137,21 @@ class Fleet:
             self._servers, self._read_s = read_servers(self._folder), time.monotonic()
         return [server for server in self._servers if server not in self._given_up]
 
+    def hold_devices(self) -> list[Server]:
+        """From now on no server is started; those that are announced at this moment."""
+        hold_devices(self._folder, True)
+        with self._lock:
+            self._read_s = float("-inf")
+            return self._announced()
+
+    def free_devices(self) -> None:
+        """Servers may be started again."""
+        hold_devices(self._folder, False)
+
+    def set_asleep(self, server: Server, is_asleep: bool) -> None:
+        """Say whether a server sleeps."""
+        set_asleep(self._folder, server.name, is_asleep)
+
     def ready(self) -> list[Server]:
         """Servers with verified current weights: these and no other may be given requests."""
         with self._lock:
@@ -134,13 +178,14 @@ class Fleet:
             self.weight_version = self.newest_version = weight_version
             self._confirmed |= dict.fromkeys(servers, weight_version)
 
-    def reject(self, server: Server, reason: str) -> None:
-        """No more requests until it was pushed to again; after MAX_REJECTIONS, until it was restarted."""
+    def reject(self, server: Server, reason: str, *, needs_restart: bool = False) -> None:
+        """No more requests until it was pushed to again; until it was restarted where that is asked for, or after
+        MAX_REJECTIONS."""
         with self._lock:
             if self._confirmed.pop(server, None) is None and server in self._given_up:
                 return
             self._rejections[server] += 1
-            if self._rejections[server] >= MAX_REJECTIONS:
+            if needs_restart or self._rejections[server] >= MAX_REJECTIONS:
                 self._given_up.add(server)
                 request = {"incarnation": server.incarnation, "reason": reason}
                 _write(self._folder / f"{server.name}.restart.json", request)

@@ -38,6 +38,7 @@ from gspo_megatron.mcore.rank import ERROR_PREFIX
 from gspo_megatron.objective_checks import warnings_of
 from gspo_megatron.process import RunError, Torchrun, assign_devices, trainer_environment
 from gspo_megatron.sampling import Sampler, step_file
+from gspo_megatron.serving import serving_dir
 from gspo_megatron.supervisor import Supervisor
 
 WATCH_INTERVAL_S = 0.2
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
     try:
         recipe = load_recipe(args.config, args.set)
-        check_model_config(recipe)
+        check_model_config(recipe, is_served=args.only != "train")
         for warning in warnings_of(recipe):
             console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
         if args.dry_run:
@@ -87,17 +88,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def check_model_config(recipe: Recipe) -> None:
-    """Refuse a model that is not implemented.
+def check_model_config(recipe: Recipe, *, is_served: bool) -> None:
+    """Refuse a model that is not implemented, or that SGLang would serve as another one.
 
     Raises:
         ConfigError: what of config.json is not understood.
     """
     try:
         hf_config = read_config(Path(recipe.model.hf_dir))
-        family_of(hf_config).transformer_config(hf_config)
+        fields, _ = family_of(hf_config).transformer_config(hf_config)
     except ConversionError as error:
         raise ConfigError(f"model.hf_dir={recipe.model.hf_dir}: {error}") from error
+    if is_served and not all(fields.get("moe_layer_freq", [])):
+        raise ConfigError(
+            f"model.hf_dir={recipe.model.hf_dir}: config.json has layers without experts (decoder_sparse_step, "
+            "mlp_only_layers), where SGLang 0.5.21 builds experts all the same and leaves them without weights; "
+            "only --only train takes such a model"
+        )
 
 
 def check_saved_groups(recipe: Recipe) -> None:
@@ -273,7 +280,7 @@ def make_supervisor(
     has_weights = only == "rollout"
     return Supervisor(
         recipe,
-        model_dir=model_dir if is_hf_weights(model_dir) else Path(recipe.model.hf_dir),
+        model_dir=serving_dir(recipe, model_dir, has_weights=has_weights),
         load_format="auto" if has_weights else "dummy",
         weight_version=0 if has_weights else NO_VERSION,
         ports=ports,

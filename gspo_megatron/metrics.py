@@ -53,6 +53,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("truncated_fraction", "share", "responses that end with finish reason length / responses"),
         Metric("filtered_fraction", "share", "responses taken out of the loss / responses"),
         Metric("num_response_tokens", "tokens", "sum over responses of the sampled tokens"),
+        Metric("turns_mean", "turns", "mean over responses; 1 without rollout.multi_turn"),
+        Metric("turn_reward_mean", "reward", "mean over responses of the sum of their turns' rewards"),
     ),
     "rollout": (
         Metric("num_asked", "responses", "asked of the servers for the step; the next six add up to it"),
@@ -102,7 +104,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "seconds": tuple(
         Metric(stage, "s", "wall time of the stage on rank 0")
         for stage in (
-            "rollout", "reference", "reward", "batch", "old_logprobs", "train", "weight_sync", "evaluate"
+            *("rollout", "take_devices", "reference", "reward", "batch", "old_logprobs", "train", "weight_sync"),
+            "evaluate",
         )
     ),
     "evaluation": (
@@ -112,7 +115,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("num_prompts", "prompts", "count"),
         Metric("num_samples", "responses per prompt", "count"),
         Metric("mean_reward", "reward", "mean over held-out responses"),
-        Metric("mean_response_tokens", "tokens", "mean over held-out responses, EOS counted once"),
+        Metric("mean_response_tokens", "tokens", "mean over held-out responses of the sampled tokens"),
         Metric("truncated_fraction", "share", "held-out responses with finish reason length / responses"),
         Metric("distinct_fraction", "share", "distinct held-out response texts / responses"),
     ),
@@ -212,8 +215,8 @@ def summarize_groups(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     rewards = [r.reward for r in rollouts if r.reward is not None]
     if len(rewards) < len(rollouts) or any(r.is_exact is None or r.advantage is None for r in rollouts):
         raise ValueError("groups: a rollout has no reward, is_exact or advantage; score and add advantages first")
-    num_tokens = sum(len(r.response_ids) if r.response_mask is None else sum(r.response_mask) for r in rollouts)
-    silent_groups = sum(all(r.advantage == 0.0 for r in group.rollouts) for group in groups)
+    num_tokens = sum(r.num_sampled_tokens for r in rollouts)
+    silent_groups = sum(not any(r.advantage or any(r.token_advantages or ()) for r in g.rollouts) for g in groups)
     return {
         "reward_mean": math.fsum(rewards) / len(rollouts),
         "exact_fraction": sum(r.is_exact is True for r in rollouts) / len(rollouts),
@@ -222,6 +225,8 @@ def summarize_groups(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "truncated_fraction": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
         "filtered_fraction": sum(r.is_filtered for r in rollouts) / len(rollouts),
         "num_response_tokens": num_tokens,
+        "turns_mean": sum(len(r.turn_lengths) if r.turn_lengths else 1 for r in rollouts) / len(rollouts),
+        "turn_reward_mean": math.fsum(x for r in rollouts for x in r.turn_rewards or ()) / len(rollouts),
     }
 
 

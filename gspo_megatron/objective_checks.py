@@ -38,11 +38,13 @@ def check_objective(recipe: Recipe) -> list[str]:
         )
     if loss.name in ("dr_grpo", "minirl") and recipe.advantage.std:
         problems.append(f"advantage.std=True: {loss.name} is published with r - mean; set it to false")
-    return problems + _check_correction(loss) + _check_routing_replay(recipe)
+    return problems + _check_turn_rewards(recipe) + _check_correction(loss) + _check_routing_replay(recipe)
 
 
 SEQUENCE_RATIO = ("gspo", "gspo_token")
 """Objectives whose ratio is one number per response."""
+RESPONSE_ADVANTAGE = ("gspo", "gmpo")
+"""Objectives that know no advantage but the response's own."""
 _BOUNDS = {"cispo": ("clip_high",), "sapo": ("tau_positive", "tau_negative")}
 """The keys that bound an objective's ratio; clip_low and clip_high for the others."""
 
@@ -64,6 +66,23 @@ def _check_bounds(loss: LossConfig) -> list[str]:
         elif key in wanted and (value is None or not 0.0 < value < (1.0 if below_one else inf)):
             limit = "a value in (0, 1)" if below_one else "a number above 0"
             problems.append(f"loss.{key}={value}: wants {limit}")
+    return problems
+
+
+def _check_turn_rewards(recipe: Recipe) -> list[str]:
+    """Rewards of turns need turns, an objective that reads them, and the task's own rewards beside them."""
+    if not recipe.advantage.turn_rewards:
+        return []
+    problems = []
+    if recipe.rollout.multi_turn is None:
+        problems.append("advantage.turn_rewards=True: rollout.multi_turn is null, so there are none; set it to false")
+    if recipe.loss.name in RESPONSE_ADVANTAGE:
+        problems.append(
+            f"advantage.turn_rewards=True: {recipe.loss.name} reads one advantage per response; use "
+            "loss.name: gspo_token or another objective that reads them per token"
+        )
+    if recipe.reward.permute:
+        problems.append("advantage.turn_rewards=True: reward.permute leaves them alone; set one of them to false")
     return problems
 
 
@@ -95,9 +114,7 @@ _UNREPLAYABLE: dict[str, tuple[Any, str]] = {
 
 _LOADED = "brings back keys and values without the routes that belong to them"
 _UNRECORDED: dict[str, tuple[Any, str]] = {
-    "pp_size": (1, "leaves each stage with the routes of its own layers only"),
     "enable_two_batch_overlap": (False, "lets one half of a batch overwrite the other's routes"),
-    "speculative_algorithm": (None, "moves accepted tokens to places where their routes are not"),
     "disaggregation_mode": ("null", _LOADED),
     "enable_hierarchical_cache": (False, _LOADED),
     "enable_lmcache": (False, _LOADED),

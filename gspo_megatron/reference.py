@@ -1,6 +1,7 @@
 """The reference policy of a KL penalty: the weights that RL started from, and the log-probs they give.
 
-The weights wait in host memory and take the policy's place in its own parameters for a forward pass.
+The weights wait in host memory and take the policy's place in its own parameters for a forward pass. It routes freely,
+also where the policy replays routes: what it thinks of a response must not depend on who sampled it.
 """
 
 from __future__ import annotations

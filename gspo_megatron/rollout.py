@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -20,6 +20,7 @@ import aiohttp
 from gspo_megatron.config import Recipe
 from gspo_megatron.engine import RolloutError, post
 from gspo_megatron.fleet import Fleet, Server
+from gspo_megatron.multi_turn import TurnTaker
 from gspo_megatron.responses import ABORT, Expected, Segment, parse_segment
 from gspo_megatron.routed_experts import RouteFormat
 from gspo_megatron.types import Prompt, Rollout, RolloutGroup
@@ -34,9 +35,6 @@ POLL_S = 0.1
 """Between two looks for a ready server where there is none."""
 KEEPALIVE_S = 2.0
 """An idle connection is used again for this long. SGLang closes it after 5 s; a request that meets that is lost."""
-
-Decode = Callable[[Sequence[int]], str]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
@@ -59,8 +57,19 @@ class Vocabulary:
     """Ids of prompts and responses are below it."""
     stop_token_ids: frozenset[int]
     """Each ends a response, as its last token."""
-    decode: Decode
-    """Token ids without the stop token -> text."""
+    decode: Callable[[Sequence[int]], str]
+    """Token ids -> text."""
+    encode: Callable[[str], Sequence[int]]
+    """Text -> token ids; a ValueError for what the tokenizer cannot spell."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Trail:
+    """Where a sequence was sampled last. Its next part goes there if that server is no busier than others."""
+
+    server: Server | None = None
+    weight_version: int = 0
+    """Of its last token: no later one may have a lower."""
 
 
 def sampling_seed(seed: int, rollout_step: int, prompt_id: str, member: int) -> int:
@@ -73,7 +82,8 @@ class Client:
     """Sends requests to a fleet's ready servers. Belongs to one event loop; an async context manager.
 
     A request holds all parts of a group that are to go on, which keeps siblings on the server that has their prompt's
-    keys and values. It goes to the server with the fewest outstanding tokens. What becomes of a failed one:
+    keys and values. It goes to the server with the fewest outstanding tokens. With rollout.multi_turn a request holds
+    one turn of one response, so that no response waits for another. What becomes of a failed one:
 
     - connection lost: the server is rejected, the request goes elsewhere at once. Restarts are bounded (launch.py).
     - status 5xx, no answer in time, no JSON: again after a wait that doubles, at most max_retries times; the third in
@@ -94,6 +104,7 @@ class Client:
         self.may_wait = True
         self._fleet, self._cfg, self._vocabulary = fleet, recipe.rollout, vocabulary
         self._wait_s = recipe.cluster.start_timeout_s + recipe.cluster.probe_timeout_s
+        self._turns = None if recipe.rollout.multi_turn is None else TurnTaker(recipe.rollout, vocabulary)
         self._open: dict[Server, dict[asyncio.Task[Any], int]] = {}
         self._failures_in_a_row: Counter[Server] = Counter()
 
@@ -128,7 +139,7 @@ class Client:
 
         Raises:
             ValueError: the prompt is empty or has ids outside the vocabulary.
-            RolloutError: as sample.
+            RolloutError: as sample, or from the function of rollout.multi_turn.
         """
         # SGLang's scheduler dies of an id that its embedding does not have.
         if not prompt.token_ids or not all(0 <= i < self._vocabulary.size for i in prompt.token_ids):
@@ -136,11 +147,36 @@ class Client:
                 f"prompt {prompt.prompt_id}: token_ids={prompt.token_ids}, wants at least one id in "
                 f"[0, {self._vocabulary.size})"
             )
+        if self._turns is not None:
+            rollouts = await self._sample_turns(self._turns, prompt, seeds, temperature, routes)
+            return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
         limit, where = self._cfg.max_response_tokens, f"prompt {prompt.prompt_id}"
         parts = [Part(input_ids=prompt.token_ids, sampling_seed=seed, max_tokens=limit) for seed in seeds]
         segments = await self.sample(parts, temperature=temperature, routes=routes, where=where)
-        rollouts = (self._rollout(segment, seed) for segment, seed in zip(segments, seeds, strict=True))
+        rollouts = [self._rollout(segment, seed) for segment, seed in zip(segments, seeds, strict=True)]
         return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
+
+    async def _sample_turns(
+        self, turns: TurnTaker, prompt: Prompt, seeds: Sequence[int], temperature: float, routes: RouteFormat | None
+    ) -> list[Rollout]:
+        """A response for each seed; the first failure ends the others."""
+
+        def response(seed: int) -> Coroutine[Any, Any, Rollout]:
+            trail = Trail()
+
+            async def sample(ids: tuple[int, ...], max_tokens: int) -> Segment:
+                part = Part(input_ids=ids, sampling_seed=seed, max_tokens=max_tokens)
+                where = f"prompt {prompt.prompt_id}"
+                return (await self.sample([part], temperature=temperature, routes=routes, where=where, trail=trail))[0]
+
+            return turns.sample(prompt, sample, sampling_seed=seed)
+
+        tasks = [asyncio.ensure_future(response(seed)) for seed in seeds]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def _rollout(self, segment: Segment, seed: int) -> Rollout:
         ids, is_stopped = segment.token_ids, segment.finish_reason == "stop"
@@ -155,7 +191,13 @@ class Client:
         )
 
     async def sample(
-        self, parts: Sequence[Part], *, temperature: float, routes: RouteFormat | None, where: str
+        self,
+        parts: Sequence[Part],
+        *,
+        temperature: float,
+        routes: RouteFormat | None,
+        where: str,
+        trail: Trail | None = None,
     ) -> list[Segment]:
         """Continue each part up to a stop token or its max_tokens; what a push aborts goes on with the new weights.
 
@@ -164,6 +206,7 @@ class Client:
             temperature: divides the logits.
             routes: as sample_group.
             where: names the request in messages.
+            trail: of a single part that goes on; is brought up to date.
 
         Returns:
             For each part what was sampled, to `stop` or `length`; its routes are those of the whole sequence.
@@ -173,17 +216,23 @@ class Client:
                 no server was ready for too long.
         """
         segments = [Segment()] * len(parts)
-        server, unexplained = None, 0
+        trail, unexplained = Trail() if trail is None else trail, 0
         while open_parts := [i for i, segment in enumerate(segments) if segment.finish_reason == ABORT]:
             rest = [_rest(parts[i], segments[i]) for i in open_parts]
-            oldest = max((v for i in open_parts for v in segments[i].weight_versions[-1:]), default=0)
             async with self._slots:
                 server, version, later = await self._request(
-                    rest, temperature=temperature, routes=routes, where=where, near=server, oldest_version=oldest
+                    rest,
+                    temperature=temperature,
+                    routes=routes,
+                    where=where,
+                    near=trail.server,
+                    oldest_version=trail.weight_version,
                 )
             for i, segment in zip(open_parts, later, strict=True):
                 segments[i] = segments[i].then(segment)
             self.events["retracted"] += sum(segment.num_retractions > 0 for segment in later)
+            trail.server = server
+            trail.weight_version = max([trail.weight_version, *(v for s in later for v in s.weight_versions[-1:])])
             num_aborted = sum(segment.finish_reason == ABORT for segment in later)
             if num_aborted:
                 self.events["continued"] += num_aborted

@@ -4,6 +4,12 @@ Source of the record: sglang 0.5.21, srt/state_capturer. It lies beside the keys
 came from a cached prefix has the routes of the pass that filled the cache, one whose request was retracted those of
 the pass that computed it anew. So every position has the routes that its own keys and values came from.
 
+A push in the middle of a response makes a difference by rollout.pause_mode: in_place, each token keeps the routes of
+the weights that sampled it; retract and abort, the tokens before it get routes of the newer weights, while their
+log-probs stay those of the older ones. Such responses are used: the routes are of a policy that is nearer to the
+trainer's, and without them most long responses would go. The metric rollout.mixed_version_fraction counts them;
+num_retracted counts all that were computed anew, at equal weights, too, where only a near tie may turn.
+
 SGLang answers one row per token but the last, which it sampled and never ran. A position without a route (that one,
 padding, dummy sequences) replays experts in turn: i-th position, i * topk + (0 ... topk - 1) modulo the experts. No
 log-prob of a response depends on it: the last position predicts nothing, and nobody attends to it or to padding.

@@ -16,7 +16,7 @@ from gspo_megatron.config import Recipe
 from gspo_megatron.convert.hf_io import read_config
 from gspo_megatron.evaluate import summarize
 from gspo_megatron.fleet import Fleet
-from gspo_megatron.prompts import EVALUATION_SEED, PromptStream, evaluation_prompts, load_tokenizer
+from gspo_megatron.prompts import EVALUATION_SEED, PromptStream, evaluation_prompts, load_tokenizer, tokenize
 from gspo_megatron.rewards.reasoning import score_groups
 from gspo_megatron.rollout import Client, Vocabulary, sampling_seed
 from gspo_megatron.routed_experts import RouteFormat
@@ -172,6 +172,7 @@ class _Worker:
             size=int(hf_config["vocab_size"]),
             stop_token_ids=stop_token_ids(recipe, int(tokenizer.eos_token_id)),
             decode=lambda ids: str(tokenizer.decode(list(ids))),
+            encode=lambda text: tokenize(tokenizer, text),
         )
         self._client = Client(fleet, recipe, vocabulary)
         self._futures: dict[str, Future[Any]] = {}

@@ -76,8 +76,8 @@ async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 def _is_wanted(group: RolloutGroup, cfg: RolloutConfig) -> bool:
-    """Whether dynamic sampling takes it; rewards are the task's own, of the responses that are not filtered."""
-    rewards = {rollout.reward for rollout in group.rollouts if not rollout.is_filtered}
+    """Whether dynamic sampling takes it; rewards are the task's own and those of turns, of responses not filtered."""
+    rewards = {(rollout.reward, rollout.turn_rewards) for rollout in group.rollouts if not rollout.is_filtered}
     return not cfg.dynamic_sampling or len(rewards) > 1
 
 
@@ -85,9 +85,8 @@ def mark_too_short(group: RolloutGroup, min_response_tokens: int) -> RolloutGrou
     """Filter responses of fewer sampled tokens, EOS counted."""
 
     def marked(rollout: Rollout) -> Rollout:
-        mask = rollout.response_mask
-        num_tokens = len(rollout.response_ids) if mask is None else sum(mask)
-        return replace(rollout, filtered_because=TOO_SHORT) if num_tokens < min_response_tokens else rollout
+        is_short = rollout.num_sampled_tokens < min_response_tokens
+        return replace(rollout, filtered_because=TOO_SHORT) if is_short else rollout
 
     return replace(group, rollouts=tuple(marked(rollout) for rollout in group.rollouts))
 

@@ -1,5 +1,8 @@
 """Keeps this node's SGLang servers up: starts, probes and restarts them, and says which there are (fleet.py).
 
+Servers that share the trainer's devices are announced asleep at first, since the trainer has the devices first. One
+that sleeps is not probed, and none is started while the trainer has the devices (colocated.py).
+
 A server is restarted when its process ended, when no health probe of it succeeds for cluster.probe_timeout_s, and when
 the trainer asks for it. It boots as it did at first, so the trainer has to push to it before it gets requests.
 
@@ -21,7 +24,17 @@ from rich.console import Console
 
 from gspo_megatron.config import ConfigError, Recipe
 from gspo_megatron.engine import Engine, RolloutError, take_port
-from gspo_megatron.fleet import Server, announce, read_restart_request, withdraw
+from gspo_megatron.fleet import (
+    NO_VERSION,
+    Server,
+    announce,
+    are_devices_held,
+    hold_devices,
+    is_asleep,
+    read_restart_request,
+    set_asleep,
+    withdraw,
+)
 from gspo_megatron.process import RunError, assign_devices
 
 PROBE_INTERVAL_S = 5.0
@@ -107,6 +120,7 @@ class Supervisor:
             RolloutError: a server did not become ready; one that never did is not restarted.
         """
         futures = []
+        hold_devices(self.folder, False)  # a run that was killed may have left it so
         for place in self._places:
             place.bring_up = self._pool.submit(self._bring_up, place)
             futures.append(place.bring_up)
@@ -115,8 +129,15 @@ class Supervisor:
         for future in futures:
             if future.done():
                 future.result()
+        # With another version they have weights, for a run without a trainer.
+        trainer_is_first = self._recipe.cluster.placement == "colocated" and self._weight_version == NO_VERSION
+        hold_devices(self.folder, trainer_is_first)
         for place, future in zip(self._places, futures, strict=True):
-            self._announce(place, future.result())
+            engine = future.result()
+            if trainer_is_first:
+                engine.sleep(self._recipe.cluster.probe_timeout_s)
+            set_asleep(self.folder, place.name, trainer_is_first)
+            self._announce(place, engine)
 
     def check(self) -> None:
         """Restart what needs it and announce what is back. To be called several times a second; does not wait.
@@ -153,6 +174,8 @@ class Supervisor:
         if lost is not None:
             lost.stop(limit_s=0.0)  # it may be stopped or hang, and then would not end by itself
             port = self._free_port(place.port) if self._recipe.cluster.server_port else 0
+        while are_devices_held(self.folder) and not self._stopping.is_set():
+            time.sleep(0.2)
         number = f".{place.incarnation}" if place.incarnation else ""
         with self._start_lock:
             if self._stopping.is_set():
@@ -209,6 +232,10 @@ class Supervisor:
         request = read_restart_request(self.folder, server)
         if request is not None:
             return f"the trainer asked for it: {request}"
+        if is_asleep(self.folder, place.name):  # a probe would wait for it to wake
+            place.probe, place.next_probe_s = None, time.monotonic() + PROBE_INTERVAL_S
+            place.failing_since_s = float("inf")
+            return None
         return self._probe(place, engine)
 
     def _probe(self, place: _Place, engine: Engine) -> str | None:
@@ -230,6 +257,7 @@ class Supervisor:
     def _restart(self, place: _Place, reason: str) -> None:
         assert place.engine is not None
         withdraw(self.folder, place.name)
+        set_asleep(self.folder, place.name, False)
         now, limit = time.monotonic(), self._recipe.cluster.max_restarts
         place.losses = [loss for loss in place.losses if now - loss[0] < RESTART_WINDOW_S] + [(now, reason)]
         where = f"{place.name} ({place.engine.url})"

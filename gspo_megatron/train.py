@@ -35,8 +35,10 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, has_servers: boo
     from gspo_megatron.advantage import add_advantages
     from gspo_megatron.batch import make_batches
     from gspo_megatron.checkpoint import load_initial_weights, save_checkpoint
+    from gspo_megatron.colocated import Colocated
     from gspo_megatron.loss import denominator, policy_loss
     from gspo_megatron.mcore.model import build_optimizer, build_policy, export_hf
+    from gspo_megatron.mcore.offload import Offload
     from gspo_megatron.mcore.parallel import initialize
     from gspo_megatron.optimize import add_old_logprobs, optimizer_step
     from gspo_megatron.reference import ReferencePolicy
@@ -48,17 +50,19 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, has_servers: boo
     optimizer = build_optimizer(policy, recipe, recipe.optimizer)
     load_initial_weights(policy, optimizer, recipe, model_dir)
     state = TrainState()
-    weight_sync = None
+    reference = ReferencePolicy(policy) if recipe.loss.kl is not None else None
+    weight_sync = colocated = None
     sampler: Sampler | SavedGroups
     if has_servers:
         fleet = Fleet(recipe.run_dir / "servers") if parallel.rank == 0 else None
-        weight_sync = WeightSync(policy, recipe, fleet)
+        if recipe.cluster.placement == "colocated":
+            colocated = Colocated(policy, Offload(policy, optimizer), recipe, fleet)
+        weight_sync = WeightSync(policy, recipe, fleet, colocated)
         weight_sync.push(state.weight_version)  # servers start without weights
         sampler = Sampler(recipe, fleet, on_rank_0=parallel.on_rank_0, bring_up=weight_sync.bring_up)
     else:
         sampler = SavedGroups(recipe)
     writer = MetricsWriter(recipe.run_dir) if parallel.rank == 0 else None
-    reference = ReferencePolicy(policy) if recipe.loss.kl is not None else None
     loss_fn = partial(policy_loss, cfg=recipe.loss, cp_group=parallel.shared_cp_group)
     count = partial(denominator, cfg=recipe.loss, max_response_tokens=recipe.rollout.max_response_tokens)
     temperature = recipe.rollout.temperature
@@ -81,6 +85,9 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, has_servers: boo
         for rollout_step in range(1, recipe.train.num_rollout_steps + 1):
             with clock.stage("rollout"):
                 groups, report = sampler.collect(rollout_step)
+            if colocated is not None:
+                with clock.stage("take_devices"):
+                    colocated.take_devices()
             if reference is not None:
                 with clock.stage("reference"):
                     groups = reference.add_ref_logprobs(groups, recipe.batch, temperature=temperature)
@@ -132,6 +139,8 @@ def train(recipe: Recipe, console: Console, *, model_dir: Path, has_servers: boo
     sampler.close()
     if weight_sync is not None:
         weight_sync.close()
+    if colocated is not None:
+        colocated.take_devices()
     if state.optimizer_step:
         console.print("saving the Megatron checkpoint and the Hugging Face export")
         hf_dir = Path(recipe.model.hf_dir)

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import itertools
+import os
 import shutil
 import socket
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +37,9 @@ from gspo_megatron.fleet import Server
 T = TypeVar("T")
 Bucket = list[tuple[str, Tensor]]
 
+NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
+"""Read when a group is made. Left to itself, torch's watchdog ends this process when a server of the group is lost; it
+also sleeps four times the second value first, and whoever destroys the group waits for it."""
 SETTLE_S = 5.0
 """When a collective broke, servers that wait in it get this long to notice and say so."""
 
@@ -193,7 +199,6 @@ class Broadcast:
         self._backend = "nccl" if recipe.device == "cuda" else "gloo"
         self._limit_s = limit_s
         self._servers: list[Server] = []
-        self._numbers = itertools.count()
         self._name = ""
         self._store: dist.TCPStore | None = None
         self._group: Any = None
@@ -245,7 +250,7 @@ class Broadcast:
 
         if self._servers:
             await self.leave(targets.of(self._servers))
-        self._name = name = f"weights_{next(self._numbers)}"
+        self._name = name = f"weights_{uuid.uuid4().hex}"  # a server takes no name twice
         world_size = 1 + self._ranks_per_server * len(targets.servers)
         timeout = datetime.timedelta(seconds=self._limit_s)
         self._store = _listen(self._host, self._port, timeout)
@@ -256,16 +261,17 @@ class Broadcast:
         def join() -> None:
             # A client of its own, so that the thread does not keep the store alive.
             client = dist.TCPStore(self._host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-            joined.append(
-                init_custom_process_group(
-                    backend=self._backend,
-                    store=dist.PrefixStore(name, client),
-                    world_size=world_size,
-                    rank=0,
-                    group_name=name,
-                    timeout=timeout,
+            with _environment(NCCL_ENVIRONMENT if self._backend == "nccl" else {}):
+                joined.append(
+                    init_custom_process_group(
+                        backend=self._backend,
+                        store=dist.PrefixStore(name, client),
+                        world_size=world_size,
+                        rank=0,
+                        group_name=name,
+                        timeout=timeout,
+                    )
                 )
-            )
 
         async def server_joins(server: ServerClient, place: int) -> None:
             await server.init_weights_update_group(
@@ -294,7 +300,6 @@ class Broadcast:
                 work.wait()  # no longer than the group's time limit
             while not work.is_completed():
                 if time.perf_counter() > start_s + self._limit_s:
-                    group.abort()
                     raise TimeoutError(f"broadcast took more than {self._limit_s:g} s")
                 time.sleep(0.0005)
             sent_s = time.perf_counter()
@@ -312,6 +317,21 @@ class Broadcast:
         await targets.all(receive, beside=broadcast, release=self._drop)
         seconds["broadcast"] += sent_s - start_s
         seconds["load"] += time.perf_counter() - sent_s
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """These environment variables, for a while."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _listen(host: str, port: int, timeout: datetime.timedelta) -> dist.TCPStore:
@@ -422,46 +442,92 @@ class Disk:
         """Nothing is left on a server."""
 
 
-class Ipc:
-    """CUDA memory of the trainer that servers on the same devices open: nothing leaves a device but once.
+class _Opened:
+    """Pickles as the call that opens a rank's staging buffer."""
 
-    Server i (server_i) shares the devices of trainer ranks i * ranks_per_server and following, in this order.
+    def __init__(self, handle: tuple[Any, ...]) -> None:
+        self._handle = handle
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._handle
+
+
+class Ipc:
+    """CUDA memory of the trainer that servers on the same devices open, so that each device gets its bytes once.
+
+    Each rank stages a bucket in one buffer, which is shared once and kept for the run. A buffer for each bucket would
+    not do: torch counts the readers of shared memory and never gives back what a lost server did not open.
+
+    Server i (server_i) shares the devices of trainer ranks i * ranks_per_server and following, in this order
+    (process.assign_devices).
     """
 
-    def __init__(self, recipe: Recipe, *, device: torch.device) -> None:
-        """Of ranks whose tensors are on this device."""
-        self._ranks_per_server = recipe.ranks_per_server
-        self._device = device
-        self._handles: deque[list[str]] = deque()
+    def __init__(
+        self, recipe: Recipe, specs: Sequence[TensorSpec], *, bucket_bytes: int, device: torch.device
+    ) -> None:
+        """Of buckets on this device that are no larger than bucket_bytes, or than the largest of these tensors."""
+        sizes = [prod(shape) * dtype.itemsize for _, dtype, shape in specs]
+        self._num_bytes = min(sum(sizes), max(bucket_bytes, *sizes))
+        self._ranks_per_server, self._device = recipe.ranks_per_server, device
+        self._staging: Tensor | None = None
+        self._handles: list[Any] = []
+        self._staged: deque[list[Any]] = deque()
+        self._is_delivering = False
+        self._free = threading.Semaphore(0)
 
     def buckets(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
-        """Copy each bucket from rank 0 to all ranks, whose handles rank 0 keeps.
-
-        A rank's copy lives until the next but one is there: rank 0 asks for that one when servers have loaded this.
-        """
-        from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-        held: deque[FlattenedTensorBucket] = deque(maxlen=2)
+        """Copy each bucket to every rank's staging buffer when servers have loaded the one before."""
+        staging = self._share_once()
         is_first = dist.get_rank() == 0
-        while True:
-            bucket = next(buckets, None)
-            if bucket is None:
-                return
-            tensors = widest_first(bucket)
-            layout = [[(name, tensor.dtype, tensor.shape) for name, tensor in tensors]]
-            dist.broadcast_object_list(layout, src=0, device=self._device)
-            if not is_first:
-                tensors = [(n, torch.empty(shape, dtype=dtype, device=self._device)) for n, dtype, shape in layout[0]]
-            copy = FlattenedTensorBucket(named_tensors=tensors)
-            dist.broadcast(copy.get_flattened_tensor(), src=0)
-            torch.cuda.synchronize(self._device)
-            held.append(copy)
-            shared = {"flattened_tensor": copy.get_flattened_tensor(), "metadata": copy.get_metadata()}
-            handles: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(handles, MultiprocessingSerializer.serialize(shared, output_str=True))
-            self._handles.append(handles)
-            yield tensors if is_first else []
+        for bucket in buckets:
+            num_bytes = torch.zeros(1, dtype=torch.int64, device=self._device)
+            if is_first:
+                num_bytes += self._stage(bucket, staging)
+            dist.broadcast(num_bytes, src=0)
+            if int(num_bytes):  # 0: the attempt has failed, and nobody loads it
+                dist.broadcast(staging[: int(num_bytes)], src=0)
+                torch.cuda.synchronize(self._device)
+                dist.barrier()  # every device has it
+            yield bucket
+        torch.cuda.empty_cache()
+
+    def _share_once(self) -> Tensor:
+        if self._staging is None:
+            self._staging = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+            self._handles = [None] * dist.get_world_size()
+            dist.all_gather_object(self._handles, self._handle_of(self._staging))
+        return self._staging
+
+    def _handle_of(self, staging: Tensor) -> tuple[Any, ...]:
+        """What opens it in another process: a function and its arguments."""
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+        from torch.multiprocessing import reductions
+
+        monkey_patch_torch_reductions()  # names the device by its UUID: a server numbers devices in its own way
+        handle: tuple[Any, ...] = reductions.reduce_tensor(staging)
+        return handle
+
+    def _stage(self, bucket: Bucket, staging: Tensor) -> int:
+        """On rank 0, in the stream's thread: wait for the buffer, fill it; returns its bytes, 0 after a failure."""
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+        if self._is_delivering:
+            self._free.acquire()
+        if not self._is_delivering:
+            return 0
+        metadata, start = [], 0
+        for name, tensor in widest_first(bucket):
+            data = tensor.flatten().view(torch.uint8)
+            end = start + data.numel()
+            staging[start:end].copy_(data)
+            metadata.append(
+                FlattenedTensorMetadata(
+                    name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=end - start
+                )
+            )
+            start = end
+        self._staged.append(metadata)
+        return start
 
     async def prepare(self, targets: Targets, stream: BucketStream) -> None:
         """Nothing."""
@@ -469,18 +535,36 @@ class Ipc:
     async def deliver(self, targets: Targets, stream: BucketStream) -> None:
         """One request per bucket, with the handles of the devices that the server has."""
         await targets.all(_open_update)
-        self._handles.clear()
-        async for _ in stream.ahead():
-            handles = self._handles.popleft()
-
-            async def load(server: ServerClient, place: int, handles: Sequence[str] = handles) -> None:
-                first = self._ranks_per_server * int(targets.servers[place].name.rpartition("_")[2])
-                await server.update_weights_from_tensor(handles[first : first + self._ranks_per_server])
-
-            start_s = time.perf_counter()
-            await targets.all(load)
-            stream.seconds["load"] += time.perf_counter() - start_s
+        self._staged.clear()
+        self._free = threading.Semaphore(1)
+        self._is_delivering = True
+        try:
+            async for _ in stream.ahead():
+                start_s = time.perf_counter()
+                await self._load(targets, self._staged.popleft())
+                stream.seconds["load"] += time.perf_counter() - start_s
+                self._free.release()
+        finally:
+            self._is_delivering = False
+            self._free.release()  # the stream's thread may wait
         await targets.all(_close_update)
+        torch.cuda.empty_cache()
+
+    async def _load(self, targets: Targets, metadata: list[Any]) -> None:
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        async def load(server: ServerClient, place: int) -> None:
+            first = self._ranks_per_server * int(targets.servers[place].name.rpartition("_")[2])
+            await server.update_weights_from_tensor(
+                [
+                    MultiprocessingSerializer.serialize(
+                        {"flattened_tensor": _Opened(handle), "metadata": metadata}, output_str=True
+                    )
+                    for handle in self._handles[first : first + self._ranks_per_server]
+                ]
+            )
+
+        await targets.all(load)
 
     async def leave(self, targets: Targets) -> None:
         """Close the update."""

@@ -58,7 +58,7 @@ class Rollout:
     """The weight_version that produced each response token; under asynchronous training they may rise within a
     response. Of a token that was put in between: that of the token before."""
     finish_reason: str
-    """`stop` (EOS) or `length` (max_response_tokens)."""
+    """`stop` (EOS) or `length` (max_response_tokens or max_turns)."""
     text: str
     """The response decoded, without EOS."""
     sampling_seed: int
@@ -71,6 +71,10 @@ class Rollout:
     advantage."""
     response_mask: tuple[bool, ...] | None = None
     """True on tokens that the policy sampled, False on those put in between (a tool's answer); None: all sampled."""
+    turn_lengths: tuple[int, ...] | None = None
+    """Sampled tokens of each turn, which add up to num_sampled_tokens; None without rollout.multi_turn."""
+    turn_rewards: tuple[float, ...] | None = None
+    """What rollout.multi_turn gave for each turn, 0 where it gave nothing; None: it gave nothing at all."""
     ref_logprobs: tuple[float, ...] | None = None
     """The reference policy's log-probability of each response token, nats; None without a KL penalty."""
     routed_experts: bytes | None = None
@@ -83,6 +87,11 @@ class Rollout:
     def is_filtered(self) -> bool:
         """Whether it is taken out of the loss and of N."""
         return self.filtered_because is not None
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """|y|: the tokens that carry a loss term."""
+        return len(self.response_ids) if self.response_mask is None else sum(self.response_mask)
 
     def with_reward(self, reward: float, is_exact: bool) -> Rollout:
         """The same rollout, scored."""

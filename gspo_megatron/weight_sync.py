@@ -22,12 +22,13 @@ import aiohttp
 from gspo_megatron.config import Recipe
 from gspo_megatron.convert.fp8_io import Fp8Export, fp8_config
 from gspo_megatron.convert.shards import Gatherer
-from gspo_megatron.engine import RolloutError, ServerClient
+from gspo_megatron.engine import ALL_MEMORY, WEIGHTS, RolloutError, ServerClient
 from gspo_megatron.fleet import NO_VERSION, Fleet, Server
 from gspo_megatron.sglang_checksum import UNFILLED
 from gspo_megatron.transports import Broadcast, Bucket, BucketStream, Disk, Ipc, PushFailed, Targets, Transport
 
 if TYPE_CHECKING:
+    from gspo_megatron.colocated import Colocated
     from gspo_megatron.mcore.model import Policy
 
 logger = logging.getLogger(__name__)
@@ -47,21 +48,25 @@ SHOWN = 5
 class WeightSync:
     """The way of the policy's weights to the servers. All ranks hold one and call its methods together."""
 
-    def __init__(self, policy: Policy, recipe: Recipe, fleet: Fleet | None) -> None:
+    def __init__(
+        self, policy: Policy, recipe: Recipe, fleet: Fleet | None, colocated: Colocated | None = None
+    ) -> None:
         """Exchange the shards' addresses. Collective over the default group.
 
         Args:
             policy: whose weights are pushed.
             recipe: its cluster and rollout sections are used.
             fleet: the servers, on rank 0; None on the others, and on rank 0 of a run without servers.
+            colocated: where servers share the trainer's devices.
         """
-        self._policy, self._fleet = policy, fleet
+        self._policy, self._fleet, self._colocated = policy, fleet, colocated
         cluster = recipe.cluster
-        self._limit_s = min(cluster.probe_timeout_s, cluster.collective_timeout_s / 2)
+        self._limit_s = recipe.push_limit_s
         self._pause_limit_s = min(self._limit_s, PAUSE_LIMIT_S)
         self._wait_s = cluster.start_timeout_s + cluster.probe_timeout_s
         self._pause_mode, self._flush_cache = recipe.rollout.pause_mode, recipe.rollout.flush_cache
-        self._gatherer = Gatherer(policy.shards(), policy.ops)
+        shards = policy.shards() if colocated is None else colocated.shards()
+        self._gatherer = Gatherer(shards, policy.ops, device=policy.parallel.device)
         self._fp8 = None
         specs, quantization_config = self._gatherer.specs, None
         if recipe.rollout.serve_fp8:
@@ -72,7 +77,9 @@ class WeightSync:
         if cluster.weight_transport == "broadcast":
             self._transport = Broadcast(recipe, limit_s=self._limit_s)
         elif cluster.weight_transport == "ipc":
-            self._transport = Ipc(recipe, device=policy.parallel.device)
+            self._transport = Ipc(
+                recipe, self._gatherer.specs, bucket_bytes=BUCKET_BYTES, device=policy.parallel.device
+            )
         else:
             companions_from = Path(recipe.model.hf_dir)
             self._transport = Disk(
@@ -85,6 +92,7 @@ class WeightSync:
         self._failed: dict[Server, str] = {}
         self._num_failed_attempts = 0
         self._num_reached = 0
+        self._deadline_s = 0.0
         self.seconds: dict[str, float] = defaultdict(float)
         """Of rank 0, summed over all pushes: gather, checksum (both beside the rest), broadcast or write, load,
         verify, total."""
@@ -130,7 +138,7 @@ class WeightSync:
             return
 
         async def leave() -> None:
-            async with aiohttp.ClientSession() as session:
+            async with _session() as session:
                 await self._transport.leave(Targets(session, fleet.ready(), limit_s=self._pause_limit_s))
 
         asyncio.run(leave())
@@ -138,7 +146,10 @@ class WeightSync:
     def _run(self, choose: Callable[[], bool | None]) -> None:
         """Attempts until choose finds nothing more to do. Rank 0 decides, all ranks gather."""
         parallel = self._policy.parallel
-        self._policy.finish_param_sync()
+        if self._colocated is not None:
+            self._colocated.leave_devices()
+        else:
+            self._policy.finish_param_sync()
         self._failed, self._num_failed_attempts, self._num_reached = {}, 0, 0
         self._deadline_s = time.monotonic() + self._wait_s
         start_s = time.perf_counter()
@@ -176,6 +187,7 @@ class WeightSync:
             if time.monotonic() > tick_s:
                 return None
             time.sleep(0.2)
+        self._deadline_s = time.monotonic() + self._wait_s
         self._targets = [server for server in announced if server not in self._failed] or announced
         return True
 
@@ -202,17 +214,18 @@ class WeightSync:
 
     def _reject(self, reasons: dict[Server, str]) -> None:
         assert self._fleet is not None
-        self._failed |= reasons
+        self._failed = {**reasons, **self._failed}  # the first reason of a server is nearest to the cause
         for server, reason in reasons.items():
             self._fleet.reject(server, f"weight push: {reason}")
 
     async def _push_to_targets(self, stream: BucketStream) -> None:
         assert self._fleet is not None
-        async with aiohttp.ClientSession() as session:
+        async with _session() as session:
             targets = Targets(session, self._targets, limit_s=self._limit_s)
             await self._transport.prepare(targets, stream)
             self._paused |= set(self._targets)
             await Targets(session, self._targets, limit_s=self._pause_limit_s).all(self._pause)
+            await self._wake(targets, WEIGHTS)
             await self._transport.deliver(targets, stream)
             start_s = time.perf_counter()
             sent = stream.checksums.resolve()
@@ -226,12 +239,19 @@ class WeightSync:
                     raise RolloutError(f"reports weight_version {reported} after a push of {self._weight_version}")
 
             await targets.all(finish)
+            await self._wake(targets, *ALL_MEMORY)
             self.seconds["verify"] += time.perf_counter() - start_s
         failed = await self._resume(self._paused)
         reached = [server for server in self._targets if server not in failed]
         self._num_reached = len(reached)
         self._fleet.confirm(reached, self._weight_version)
         self._reject(failed)
+
+    async def _wake(self, targets: Targets, *tags: str) -> None:
+        """Give colocated servers memory that they released to sleep."""
+        colocated = self._colocated
+        if colocated is not None:
+            await targets.all(lambda server, place: colocated.wake(targets.servers[place], server, tags))
 
     async def _pause(self, server: ServerClient, _place: int) -> None:
         await server.pause_generation(self._pause_mode)
@@ -240,21 +260,31 @@ class WeightSync:
     async def _clean_up(self, failure: PushFailed) -> None:
         """Leave the other servers paused for the next attempt; let go of those that failed."""
         answering = [s for s in self._targets if not (failure.are_silent and s in failure.reasons)]
-        async with aiohttp.ClientSession() as session:
+        async with _session() as session:
             await self._transport.leave(Targets(session, answering, limit_s=self._pause_limit_s))
         await self._resume(failure.reasons)
 
     async def _resume(self, servers: Collection[Server]) -> dict[Server, str]:
-        """Let those of the servers that are paused generate again; returns why some do not."""
+        """Let those of the servers that are paused generate again; returns why some do not.
+
+        A server without all of its memory stays paused: it would end with the first request.
+        """
         chosen = sorted(self._paused.intersection(servers), key=lambda server: server.name)
         self._paused.difference_update(chosen)
-        async with aiohttp.ClientSession() as session:
+        if self._colocated is not None:
+            chosen = [server for server in chosen if not self._colocated.is_asleep(server)]
+        async with _session() as session:
             try:
                 targets = Targets(session, chosen, limit_s=self._pause_limit_s)
                 await targets.all(lambda server, _place: server.continue_generation())
             except PushFailed as failure:
                 return failure.reasons
         return {}
+
+
+def _session() -> aiohttp.ClientSession:
+    """A connection for each request: SGLang closes one that is idle for 5 s, and a request that meets that is lost."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0))
 
 
 def check_received(ranks: list[dict[str, str]], sent: dict[str, str]) -> None:

@@ -155,6 +155,8 @@ class Chaos:
     def _hurt(self, do: str, server: Server) -> None:
         for url in self._urls.values() if do == "kill_all" else [server.url]:
             process = server_process(url)
+            if process is None:  # it is just being restarted
+                continue
             if do == "stop":
                 for pid in session_members(process.pid):
                     os.kill(pid, signal.SIGSTOP)

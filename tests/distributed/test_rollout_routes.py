@@ -178,7 +178,8 @@ def gradients(rank: int, hf_dir: Path, layout: str) -> dict[str, Any]:
     results: dict[str, Any] = {"num_changed": num_changed}
     for name, one in (("stated", batch), ("other", replace(batch, microbatches=changed))):
         (old,) = add_old_logprobs(policy, [one], temperature=1.0, source="recompute", routing_replay="r3")
-        optimizer_step(policy, optimizer, old, loss_fn, denominator=24, lr=0.0, temperature=1.0)
+        step = optimizer_step(policy, optimizer, old, loss_fn, denominator=24, lr=0.0, temperature=1.0)
+        results[f"{name}_log_ratio"] = float(step.per_response["log_ratio"].abs().max())
         results[name] = (
             torch.cat([m.old_logprobs_T[m.response_mask_T] for m in old.microbatches if m.old_logprobs_T is not None]),
             [p.main_grad.clone() for _, p in policy.parameters()],
@@ -193,6 +194,7 @@ def test_routes_of_the_last_token_and_of_padding_change_no_logprob_and_no_gradie
     ranks = spawn(gradients, LAYOUTS[layout][0], hf_dir, layout, timeout_s=120)
     assert sum(rank["num_changed"] for rank in ranks) > len(tiny_sequences())
     for rank in ranks:
+        assert rank["stated_log_ratio"] == rank["other_log_ratio"] == 0.0, "the old pass replays them, too"
         (stated, stated_gradients), (other, other_gradients) = rank["stated"], rank["other"]
         assert_close(other, stated, FLOAT32_LOSS)
         assert any(g.abs().max() > 1e-3 for g in stated_gradients)

@@ -26,7 +26,12 @@ def make_prompts(count):
     return [Prompt(prompt_id=f"{i:064x}", text="", token_ids=t, expected="", entry={}) for i, t in enumerate(ids)]
 
 
-VOCABULARY = Vocabulary(size=VOCAB, stop_token_ids=frozenset({EOS}), decode=lambda ids: " ".join(map(str, ids)))
+VOCABULARY = Vocabulary(
+    size=VOCAB,
+    stop_token_ids=frozenset({EOS}),
+    decode=lambda ids: " ".join(map(str, ids)),
+    encode=lambda text: [int(word) for word in text.split()],
+)
 
 
 def make_fleet(folder, urls, *, weight_version=0):

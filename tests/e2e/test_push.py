@@ -1,7 +1,5 @@
 """Weight pushes to real servers: what they hold afterwards, and what becomes of one that fails."""
 
-from dataclasses import replace
-
 import pytest
 from safetensors.torch import load_file
 
@@ -10,7 +8,7 @@ from gspo_megatron.fleet import Server, announce
 from gspo_megatron.weight_sync import check_received
 from tests.distributed.spawn import spawn
 from tests.e2e.push_worker import push_versions
-from tests.e2e.test_sglang_server import as_served, call, make_prompts, push, sample, sha256_8
+from tests.e2e.test_sglang_server import as_served, call, make_prompts, push, rollout_with, sample, sha256_8
 
 
 @pytest.fixture
@@ -82,4 +80,4 @@ def test_server_that_has_half_of_the_weights_answers_nothing_that_is_taken(resto
     tensors = load_file(model_dir / "model.safetensors")
     send(restored.url, dict(list(tensors.items())[: len(tensors) // 2]))
     with pytest.raises(RolloutError, match="log-prob"):
-        sample(restored.url, make_prompts(2), replace(recipe.rollout, max_retries=0), weight_version=9)
+        sample(restored.url, make_prompts(2), rollout_with(recipe, max_retries=0), weight_version=9)

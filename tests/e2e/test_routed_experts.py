@@ -21,10 +21,14 @@ from gspo_megatron.batch import make_batches
 from gspo_megatron.config import load_recipe
 from gspo_megatron.engine import Engine, post
 from gspo_megatron.mismatch import mismatch_per_response, summarize_mismatch
+from gspo_megatron.prompts import load_tokenizer
+from gspo_megatron.rollout import Client
 from gspo_megatron.routed_experts import RouteFormat, lay_out_routes, pack_routes
 from gspo_megatron.types import Prompt, Rollout, RolloutGroup, TrainBatch
 from tests.distributed.spawn import spawn
 from tests.e2e.conftest import RECIPES, make_model_dir
+from tests.e2e.serving import make_fleet, make_prompts
+from tests.e2e.test_turns import SEEDS, make_vocabulary
 
 VOCAB = 48
 NOISE = 0.01
@@ -201,6 +205,25 @@ def test_requests_retracted_for_want_of_memory_have_their_tokens_own_routes(url,
         assert 2 <= sum(retracted) < len(answers)
         some = [retracted.index(False), *(i for i, was in enumerate(retracted) if was)][:4]
         await assert_as_computed_anew(server, [prompts[i] for i in some], [answers[i] for i in some], routes)
+
+    with_server(url, use)
+
+
+def test_responses_of_several_turns_have_the_routes_of_all_their_tokens(url, routes, clean_dir, tmp_path):
+    turns = ["rollout.multi_turn=tests.e2e.test_turns:answer", "rollout.max_response_tokens=60", "rollout.max_turns=6"]
+    recipe = load_recipe(RECIPES / "gspo-tiny-moe-cpu.yaml", [*overrides(clean_dir), *turns])
+    vocabulary, (prompt,) = make_vocabulary(load_tokenizer(clean_dir)), make_prompts(1)
+
+    async def use(server: Server) -> None:
+        async with Client(make_fleet(tmp_path, [url]), recipe, vocabulary) as client:
+            group = await client.sample_group(prompt, SEEDS, temperature=1.0, routes=routes)
+        assert max(len(rollout.turn_lengths) for rollout in group.rollouts) > 2
+        for rollout in group.rollouts:
+            n, ids = len(prompt.token_ids + rollout.response_ids), list(prompt.token_ids + rollout.response_ids)
+            got = lay_out_routes(rollout.routed_experts, n, n, routes)[:-1].sort(-1).values
+            await server.flush()
+            fresh = await server.generate(ids, 1, seed=0)
+            assert share_different(got, experts_of(fresh, ids, routes)[: n - 1]) <= TIED
 
     with_server(url, use)
 

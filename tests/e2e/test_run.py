@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from gspo_megatron.config import load_recipe
 from gspo_megatron.engine import Engine, ServerClient
 from gspo_megatron.metrics import load_metrics
+from gspo_megatron.routed_experts import RouteFormat
 from gspo_megatron.types import load_groups
 from tests.chaos.proxy import Fault
 from tests.chaos.runs import assert_complete, suffer
@@ -72,6 +73,12 @@ def silent(output_dir, joined):
         "rollout.min_response_tokens=4",
     ]
     return finish(output_dir, "silent", "optimizer.lr=0.0", "evaluate.every=1", *overrides)
+
+
+@pytest.fixture(scope="module")
+def half(output_dir, joined):
+    """The groups of three steps, all of the starting weights, with SGLang's routes; after `joined`, as `silent`."""
+    return finish(output_dir, "half", "loss.routing_replay=r3", only="rollout")
 
 
 def minibatches(run, name):
@@ -181,20 +188,20 @@ def test_only_train_on_saved_groups_gives_the_parameters_bit_for_bit(output_dir,
         assert_close(a, b, BITWISE)
 
 
-@pytest.mark.parametrize("place", ["loss", "reward"])
-def test_every_part_of_the_objective_runs_in_the_loop(output_dir, joined, place):
+@pytest.mark.parametrize(("place", "replay"), [("loss", "r2"), ("reward", "r3")])
+def test_every_part_of_the_objective_runs_in_the_loop(output_dir, joined, half, place, replay):
     everything = [
         f"loss.kl={{coef: 0.05, estimator: k3, place: {place}}}",
         "loss.correction={name: sequence_tis_mean, high: 2.0}",
         "loss.entropy_coef=0.001",
-        "loss.routing_replay=r2",
+        f"loss.routing_replay={replay}",
         "advantage.overlong_filter=after_statistics",
         "advantage.overlong_buffer_tokens=8",
         "parallel.overlap_grad_reduce=true",
         "parallel.overlap_param_gather=true",
         *(["batch.mode=padded"] if place == "reward" else []),
     ]
-    groups_dir = f"rollout.groups_dir={joined.dir / 'rollouts'}"
+    groups_dir = f"rollout.groups_dir={(half if replay == 'r3' else joined).dir / 'rollouts'}"
     run = finish(output_dir, f"everything-{place}", groups_dir, *everything, only="train")
     kl = minibatches(run, "kl_to_reference")
     assert abs(kl[0][0]) < 1e-6, "the reference has the weights that RL started from"
@@ -207,11 +214,20 @@ def test_every_part_of_the_objective_runs_in_the_loop(output_dir, joined, place)
     assert any(not torch.equal(a, b) for a, b in zip(weights(run.dir / "hf"), weights(joined.dir / "hf"), strict=True))
 
 
-def test_only_rollout_saves_groups_of_the_starting_weights(output_dir, joined):
-    half = finish(output_dir, "half", "train.num_rollout_steps=1", only="rollout")
+def test_only_rollout_saves_groups_of_the_starting_weights(half, joined):
     ids = [[r.response_ids for r in g.rollouts] for g in half.groups(1)]
     assert ids == [[r.response_ids for r in g.rollouts] for g in joined.groups(1)]
     assert not (half.dir / "hf").exists()
+
+
+def test_rollouts_bring_routes_where_they_are_replayed(half, joined):
+    routes = RouteFormat.of(json.loads((ROOT / "recipes" / "tiny-moe" / "config.json").read_text()))
+    for step in (1, 2, 3):
+        for group in half.groups(step):
+            for rollout in group.rollouts:
+                num_tokens = len(group.prompt.token_ids) + len(rollout.response_ids)
+                assert len(rollout.routed_experts) == routes.num_bytes(num_tokens)
+    assert {r.routed_experts for group in joined.groups(1) for r in group.rollouts} == {None}
 
 
 async def score_all(url, sequences):

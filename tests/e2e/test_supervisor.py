@@ -6,7 +6,6 @@ import re
 import signal
 import time
 
-import psutil
 import pytest
 from rich.console import Console
 
@@ -14,7 +13,7 @@ from gspo_megatron import fleet as fleet_module
 from gspo_megatron import supervisor as supervisor_module
 from gspo_megatron.config import load_recipe
 from gspo_megatron.engine import session_members
-from gspo_megatron.fleet import NO_VERSION, Fleet, read_servers
+from gspo_megatron.fleet import NO_VERSION, Fleet, hold_devices, read_servers, set_asleep
 from gspo_megatron.launch import server_ports
 from gspo_megatron.process import RunError
 from gspo_megatron.supervisor import Supervisor
@@ -41,7 +40,7 @@ def supervisor(model_dir, output, tmp_path_factory):
         "cluster.rollout_servers=2",
         f"cluster.server_port={two_ports()}",
         "cluster.max_restarts=2",
-        "cluster.probe_timeout_s=10",
+        "cluster.probe_timeout_s=15",
     ]
     recipe = load_recipe(RECIPES / "gspo-tiny-moe-cpu.yaml", overrides)
     supervisor = Supervisor(
@@ -98,9 +97,23 @@ def test_killed_and_hung_servers_come_back_as_other_incarnations(supervisor, out
     assert [call(s.url, "weight_version") for s in before] == [NO_VERSION] * 2
     killed, hung = (server_process(s.url) for s in before)
     (scheduler,) = (p for p in hung.children() if "scheduler" in p.name())
+    hold_devices(supervisor.folder, True)
+    set_asleep(supervisor.folder, "server_1", True)
     killed.kill()
     os.kill(scheduler.pid, signal.SIGSTOP)  # its HTTP process goes on answering what needs no token
-    check_until(supervisor, lambda: incarnations(supervisor).get("server_0") != 0)
+    check_until(supervisor, lambda: "server_0" not in urls(supervisor))
+    for _ in range(10):
+        supervisor._places[1].next_probe_s = 0.0
+        supervisor.check()
+        assert supervisor._places[1].probe is None, "a server that sleeps is not probed"
+        time.sleep(0.1)
+    assert not list(supervisor.folder.parent.glob("logs/*.1.log")), "none is started while the trainer has the devices"
+    hold_devices(supervisor.folder, False)
+    set_asleep(supervisor.folder, "server_1", False)
+    with listener_at(before[0].url):  # for a moment, as by connections that are still closing
+        check_until(supervisor, lambda: incarnations(supervisor).get("server_0") != 0)
+        time.sleep(1.0)
+        supervisor.check()
     assert "server_0" not in urls(supervisor), "withdrawn while it starts"
     check_until(supervisor, lambda: incarnations(supervisor) == {"server_0": 1, "server_1": 1})
     assert [s.url for s in read_servers(supervisor.folder)] == [s.url for s in before], "the recipe names the ports"
@@ -108,7 +121,7 @@ def test_killed_and_hung_servers_come_back_as_other_incarnations(supervisor, out
     assert [call(url, "weight_version") for url in urls(supervisor).values()] == [NO_VERSION] * 2
     text = output.getvalue()
     assert "server_0 (" in text and "is restarted: its process ended with status -9" in text
-    assert "is restarted: no health probe succeeded for 10 s (cluster.probe_timeout_s)" in text
+    assert "is restarted: no health probe succeeded for 15 s (cluster.probe_timeout_s)" in text
     assert text.count("SGLang ready again (restart 1)") == 2
     logs = sorted(path.name for path in (supervisor.folder.parent / "logs").iterdir())
     assert logs == ["server_0.1.log", "server_0.log", "server_1.1.log", "server_1.log"]
@@ -128,9 +141,9 @@ def test_the_trainers_request_a_taken_port_and_too_many_losses(supervisor, outpu
     assert f"server_0 ({asked.url}) is restarted: the trainer asked for it: its log-probs are NaN" in output.getvalue()
 
     def kill_again():
-        for process in psutil.Process().children():
-            if asked.url.rpartition(":")[2] in process.cmdline():
-                process.kill()
+        process = server_process(asked.url)
+        if process is not None:
+            process.kill()
 
     error = error_about("server_0", supervisor, kill_again)
     assert re.search(r"server_0 .* was lost 3 times within an hour \(cluster.max_restarts=2\): 1\. ", error)

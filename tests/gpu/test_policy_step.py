@@ -109,6 +109,18 @@ def test_replayed_routes_lead_the_second_step(policy_steps: PolicySteps) -> None
 
 
 @pytest.mark.gpu(1)
+@pytest.mark.parametrize("mode", ["packed", "padded"])
+def test_routes_that_no_router_chose_give_the_gradient_of_the_cpu_modules(
+    policy_steps: PolicySteps, mode: str
+) -> None:
+    actual, expected = (
+        policy_steps(device, FLOAT32, f"batch.mode={mode}", "loss.routing_replay=r3") for device in (CUDA, CPU)
+    )
+    assert actual["log_ratio"][0].abs().max() == 0.0
+    assert_close(relative_error(actual["grad"], expected["grad"]), 0.0, GPU_FLOAT32_GRADIENT)
+
+
+@pytest.mark.gpu(1)
 @pytest.mark.parametrize(("writer", "reader"), [(CUDA, CPU), (CPU, CUDA)], ids=["cuda_to_cpu", "cpu_to_cuda"])
 def test_checkpoint_of_one_device_loads_bitwise_on_the_other(
     policy_steps: PolicySteps, tmp_path: Path, writer: str, reader: str

@@ -235,3 +235,90 @@ def test_missing_or_unusable_reference_is_refused_with_its_place(ref_logprobs: A
     kl = KlConfig(coef=0.1, estimator="k3", place="reward")
     with pytest.raises(ValueError, match=message):
         added([rollout(0.0, ref_logprobs=(0.0,)), rollout(1.0, ref_logprobs=ref_logprobs)], kl=kl)
+
+
+def with_turns(reward: float, turn_rewards: list[float] | None, lengths: list[int], **fields: Any) -> Rollout:
+    """A response whose turns have those lengths, with one token between each two that was not sampled."""
+    mask = [True] * lengths[0] + [is_sampled for n in lengths[1:] for is_sampled in [False] + [True] * n]
+    return rollout(
+        reward,
+        length=len(mask),
+        response_mask=tuple(mask),
+        turn_lengths=tuple(lengths),
+        turn_rewards=None if turn_rewards is None else tuple(turn_rewards),
+        **fields,
+    )
+
+
+def test_turn_advantages_are_relative_to_the_same_turn_of_the_others_by_hand() -> None:
+    # Returns to go: 3, 1 / 0, 0 / 6, 4, 4. Turn 1 is compared over three members (mean 3), turn 2 over all three
+    # (mean 5/3), turn 3 has one member. Outcomes 1, 0, 0.
+    rollouts = [
+        with_turns(1.0, [2.0, 1.0], [2, 1]),
+        with_turns(0.0, [0.0, 0.0], [1, 1]),
+        with_turns(0.0, [2.0, 0.0, 4.0], [1, 2, 1]),
+    ]
+    first, second, third = (r.token_advantages for r in added(rollouts, std=False, turn_rewards=True))
+    won, lost = 2 / 3, -1 / 3
+    assert_close(first, [won, won, 0.0, won - 2 / 3], FLOAT64)
+    assert_close(second, [lost - 3, 0.0, lost - 5 / 3], FLOAT64)
+    assert_close(third, [lost + 3, 0.0, lost + 7 / 3, lost + 7 / 3, 0.0, lost], FLOAT64)
+
+
+def test_turn_advantages_are_divided_by_the_deviation_of_their_turn() -> None:
+    rollouts = [with_turns(0.0, [1.0, 0.0], [1, 1]), with_turns(0.0, [0.25, 0.0], [1, 1])]
+    first, second = added(rollouts, turn_rewards=True, eps=0.0)
+    assert_close(first.token_advantages, [math.sqrt(0.5), 0.0, 0.0], FLOAT64)
+    assert_close(second.token_advantages, [-math.sqrt(0.5), 0.0, 0.0], FLOAT64)
+
+
+@pytest.mark.parametrize("std", [True, False])
+def test_turns_without_spread_leave_exactly_the_responses_advantage(std: bool) -> None:
+    assert 0.1 + 0.2 != 0.3  # returns of turn 1 that are equal on paper only
+    rollouts = [with_turns(1.0, [0.1, 0.2], [1, 1]), with_turns(0.0, [0.3, 0.0], [1, 1])]
+    for got in added(rollouts, turn_rewards=True, std=std):
+        assert got.token_advantages is not None and got.token_advantages[0] == got.advantage
+        assert got.token_advantages[2] != got.advantage
+    for got in added([with_turns(1.0, [5.0], [2]), with_turns(0.0, [5.0], [1])], turn_rewards=True, std=std):
+        assert set(got.token_advantages) == {got.advantage}
+
+
+def test_a_member_without_rewards_of_turns_counts_as_nothing_in_its_turns() -> None:
+    rollouts = [with_turns(0.0, [1.0, 0.0], [1, 1]), with_turns(0.0, None, [1, 1])]
+    got = added(rollouts, std=False, turn_rewards=True)
+    assert [r.token_advantages for r in got] == [(0.5, 0.0, 0.0), (-0.5, 0.0, 0.0)]
+
+
+def test_groups_without_rewards_of_turns_have_no_token_advantages() -> None:
+    got = added([with_turns(1.0, None, [1, 1]), with_turns(0.0, None, [2])], turn_rewards=True)
+    assert [r.token_advantages for r in got] == [None, None]
+
+
+def test_filtered_responses_neither_count_in_turns_nor_get_token_advantages() -> None:
+    stale = with_turns(0.0, [9.0], [1], filtered_because="stale")
+    rollouts = [stale, with_turns(0.0, [1.0], [1]), with_turns(0.0, [0.0], [1])]
+    got = added(rollouts, std=False, turn_rewards=True)
+    assert [r.token_advantages for r in got] == [None, (0.5,), (-0.5,)]
+
+
+@pytest.mark.parametrize(
+    ("turn_rewards", "lengths", "problem"),
+    [
+        ([1.0], [1, 1], r"turn_lengths are \(1, 1\), want 1 as turn_rewards"),
+        ([1.0, math.nan], [1, 1], "want finite numbers"),
+    ],
+)
+def test_turns_that_cannot_be_right_are_refused_with_their_place(
+    turn_rewards: list[float], lengths: list[int], problem: str
+) -> None:
+    bad = group([rollout(0.0), with_turns(0.0, turn_rewards, lengths)], prompt_id="9f3a")
+    with pytest.raises(ValueError, match=f"prompt 9f3a, member 1: .*{problem}"):
+        add_advantages([bad], config(turn_rewards=True), max_response_tokens=LIMIT)
+
+
+def test_rewards_of_turns_are_refused_where_the_recipe_does_not_want_them() -> None:
+    with pytest.raises(ValueError, match="set advantage.turn_rewards to true"):
+        added([rollout(0.0), with_turns(0.0, [1.0], [1])])
+    short = replace(with_turns(0.0, [1.0, 0.0], [1, 1]), turn_lengths=(1, 2))
+    with pytest.raises(ValueError, match="add up to the 2 sampled tokens"):
+        added([rollout(0.0), short], turn_rewards=True)

@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 
 from gspo_megatron.cold_start import cold_start_dir, learning_rate, take_demonstrations
 from gspo_megatron.config import ColdStartConfig, Recipe, load_recipe
+from gspo_megatron.multi_turn import load_function
 from gspo_megatron.prompts import PromptStream, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -94,3 +96,36 @@ def test_ranks_draw_equal_demonstrations() -> None:
     assert all(s.response_ids[-1] == tokenizer.eos_token_id for s in first)
     assert all(s.rollout_logprobs is None for s in first)
     assert f"demonstration for {tokenizer.decode(first[0].prompt_ids)}" == first[0].name
+
+
+CALCULATOR = Path("recipes/gspo-tiny-moe-calculator-cpu.yaml")
+
+
+def test_ranks_draw_equal_demonstrations_with_replies_out_of_the_loss() -> None:
+    recipe = load_recipe(CALCULATOR, ["cold_start.batch_size=16", "cold_start.flawed_fraction=0.0"])
+    assert recipe.cold_start is not None and recipe.rollout.multi_turn is not None
+    tokenizer, function = load_tokenizer(recipe.model.hf_dir), load_function(recipe.rollout.multi_turn)
+
+    def draw() -> list:
+        stream = PromptStream(recipe.data, tokenizer, split="cold_start", seed=1)
+        return take_demonstrations(stream, tokenizer, random.Random(1), recipe.cold_start, function)
+
+    first = draw()
+    assert first == draw()
+    for sequence in first:
+        assert sequence.response_mask is not None and sequence.response_length < len(sequence.response_ids)
+        pairs = zip(sequence.response_ids, sequence.response_mask, strict=True)
+        sampled = tokenizer.decode([i for i, is_sampled in pairs if is_sampled])
+        assert sampled.count("=") >= 1 and "," not in sampled
+
+
+def test_folder_changes_with_the_function_that_answers_in_the_demonstrations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    text = Path("recipes/calculator.py").read_text()
+    folders = [cold_start_dir(load_recipe(CALCULATOR))]
+    for name, end in (("tool_a", ""), ("tool_b", ""), ("tool_b", "# edited\n")):
+        (tmp_path / f"{name}.py").write_text(text + end)
+        folders.append(cold_start_dir(load_recipe(CALCULATOR, [f"rollout.multi_turn={name}:answer"])))
+    assert len(set(folders)) == len(folders)

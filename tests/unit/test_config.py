@@ -354,6 +354,7 @@ def test_wide_sequence_clip_is_refused_for_long_responses_unless_allowed():
 
 
 CORRECTION = "loss.correction={name: tis, high: 2.0}"
+TURN_REWARDS = ["rollout.multi_turn=recipes.calculator:answer", "advantage.turn_rewards=true", "loss.name=gspo_token"]
 SAPO = ("loss.name=sapo", "loss.clip_low=null", "loss.clip_high=null")
 TWO_TP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
 
@@ -393,6 +394,14 @@ TWO_TP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=t
         (["loss.kl={coef: 0.1, estimator: k4, place: loss}"], "loss.kl.estimator='k4': wants one of k1, k2, k3"),
         (["loss.entropy_coef=-1.0"], "loss.entropy_coef=-1.0: wants at least 0"),
         (["advantage.overlong_buffer_tokens=17"], "advantage.overlong_buffer_tokens=17: is above rollout"),
+        (TURN_REWARDS[:2], "advantage.turn_rewards=True: gspo reads one advantage per response; use loss.name"),
+        ([*TURN_REWARDS[:2], "loss.name=gmpo"], "advantage.turn_rewards=True: gmpo reads one advantage per response"),
+        (TURN_REWARDS[1:], "advantage.turn_rewards=True: rollout.multi_turn is null, so there are none"),
+        ([*TURN_REWARDS, "reward.permute=true"], "advantage.turn_rewards=True: reward.permute leaves them alone"),
+        (["data.reasoning_gym=chain_sum"], "rollout.multi_turn: null, but demonstrations of chain_sum call a calc"),
+        (["rollout.multi_turn=recipes.no:answer"], "rollout.multi_turn=recipes.no:answer: importing recipes.no"),
+        (["rollout.max_turns=-1"], "rollout.max_turns=-1: wants at least 0"),
+        (["rollout.max_turns=2"], "rollout.max_turns=2: has no effect without rollout.multi_turn"),
         (["parallel.overlap_param_gather=true"], "parallel.overlap_param_gather: wants use_distributed_optimizer"),
         (["model.mcore.hidden_dropout=0.1"], "model.mcore.hidden_dropout=0.1: noise in the forward pass"),
         (["model.mcore.moe_expert_capacity_factor=1.0"], "model.mcore.moe_expert_capacity_factor=1.0: drops tokens"),
@@ -455,6 +464,30 @@ def test_devices_that_servers_cannot_share_with_the_trainer_are_refused(override
     assert got.startswith(problem)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["rollout.serve_fp8=true"], "rollout.serve_fp8: SGLang serves FP8 on CUDA devices only"),
+        (["cluster.weight_port=65536"], "cluster.weight_port=65536: wants 0 to 65535"),
+        (["cluster.server_port=9000", "cluster.rollout_servers=3", "cluster.weight_port=9002"], "cluster.weight_"),
+        (["rollout.sglang.quantization=fp8"], "rollout.sglang.quantization=fp8: would take pushed weights without"),
+        (["rollout.sglang.pp_size=2"], "rollout.sglang.pp_size=2: stages would have the same ranks"),
+        (["rollout.sglang.speculative_algorithm=EAGLE"], "rollout.sglang.speculative_algorithm=EAGLE: a push cannot"),
+        (["rollout.sglang.dp_size=2"], "rollout.sglang.dp_size=2: SGLang takes no weights so"),
+    ],
+)
+def test_servers_that_no_push_reaches_rightly_are_refused(overrides, problem):
+    (got,) = problems_of(*overrides)
+    assert got.startswith(problem)
+
+
+def test_pushes_have_a_recipe_for_each_transport():
+    load_recipe(RECIPE, ["rollout.pause_mode=abort", "cluster.weight_transport=disk", "cluster.weight_port=9000"])
+    load_recipe(RECIPE, ["device=cuda", "rollout.serve_fp8=true"])
+    attention = "{tp_size: 2, dp_size: 2, enable_dp_attention: true}"
+    load_recipe(RECIPE, ["device=cuda", f"rollout.sglang={attention}"])
+
+
 def test_colocated_servers_have_a_recipe():
     load_recipe(RECIPE, COLOCATED)
     four = ["cluster.trainer_ranks=8", "cluster.rollout_servers=4", "rollout.sglang={tp_size: 2, base_gpu_id: 0}"]
@@ -466,6 +499,8 @@ def test_colocated_servers_have_a_recipe():
     [
         [*SAPO, "loss.tau_positive=1.0", "loss.tau_negative=1.05"],
         ["loss.name=cispo", "loss.clip_low=null", "loss.clip_high=4.0"],
+        TURN_REWARDS,
+        ["rollout.multi_turn=recipes.calculator:answer", "data.reasoning_gym=chain_sum"],
         ["loss.name=grpo", "loss.aggregation=token_mean"],
         [CORRECTION, "loss.routing_replay=r2", "loss.kl={coef: 0.0, estimator: k1, place: reward}"],
         ["loss.correction={name: geometric_rejection, low: 0.999, high: 1.001}"],
@@ -548,9 +583,7 @@ def test_what_bypasses_routing_replay_is_refused_with_it_and_allowed_without(ove
 @pytest.mark.parametrize(
     ("item", "reason"),
     [
-        ("pp_size: 2", "it leaves each stage with the routes of its own layers only"),
         ("enable_two_batch_overlap: true", "it lets one half of a batch overwrite the other's routes"),
-        ("speculative_algorithm: EAGLE", "it moves accepted tokens to places where their routes are not"),
         ("enable_hierarchical_cache: true", "it brings back keys and values without the routes that belong to them"),
         ("chunked_prefill_size: -1", "SGLang keeps room for the routes of one chunk and dies of a longer prompt"),
     ],

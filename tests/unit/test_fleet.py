@@ -5,7 +5,16 @@ import json
 import pytest
 
 from gspo_megatron import fleet as fleet_module
-from gspo_megatron.fleet import Fleet, Server, announce, read_restart_request, read_servers, withdraw
+from gspo_megatron.fleet import (
+    Fleet,
+    Server,
+    announce,
+    are_devices_held,
+    is_asleep,
+    read_restart_request,
+    read_servers,
+    withdraw,
+)
 
 A0, B0 = (Server(name=f"server_{i}", url=f"http://host:{i}", incarnation=0) for i in range(2))
 A1 = Server(name="server_0", url="http://host:7", incarnation=1)
@@ -69,3 +78,33 @@ def test_rejected_server_wants_weights_and_after_three_times_a_restart(folder):
     assert json.loads((folder / "server_0.restart.json").read_text())["incarnation"] == 0
     announce(folder, A1)
     assert fleet.wanting() == [A1]
+
+
+def test_who_holds_the_devices_sees_who_is_announced_at_that_moment(folder, monkeypatch):
+    fleet = Fleet(folder)
+    monkeypatch.setattr(fleet_module, "REREAD_S", 1e9)
+    assert fleet.announced() == [A0, B0]
+    withdraw(folder, "server_1")
+    assert not are_devices_held(folder)
+    assert fleet.hold_devices() == [A0]
+    assert are_devices_held(folder)
+    assert read_servers(folder) == [A0], "the mark is no server"
+    fleet.free_devices()
+    fleet.free_devices()
+    assert not are_devices_held(folder)
+
+
+def test_sleep_of_a_server_is_told_by_its_name(folder):
+    fleet = Fleet(folder)
+    fleet.set_asleep(A0, True)
+    assert (is_asleep(folder, "server_0"), is_asleep(folder, "server_1")) == (True, False)
+    assert read_servers(folder) == [A0, B0], "the mark is no server"
+    fleet.set_asleep(A1, False)
+    assert not is_asleep(folder, "server_0")
+
+
+def test_rejection_can_ask_for_a_restart_at_once(folder):
+    fleet = Fleet(folder)
+    fleet.reject(A0, "does not release its memory", needs_restart=True)
+    assert read_restart_request(folder, A0) == "does not release its memory"
+    assert fleet.announced() == [B0]

@@ -113,6 +113,19 @@ def test_model_that_is_not_implemented_is_named(tmp_path: Path, capsys: pytest.C
     assert f"model.hf_dir={tmp_path}: config.json: model_type='bert'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("keys", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [1]}])
+def test_model_that_sglang_would_serve_as_another_is_refused(
+    keys: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads(Path("recipes/tiny-moe/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | keys))
+    shutil.copy("recipes/tiny-moe/tokenizer.json", tmp_path)
+    arguments = ["--config", RECIPE, "--set", f"model.hf_dir={tmp_path}", "--dry-run"]
+    assert main(arguments) == 2
+    assert "has layers without experts (decoder_sparse_step, mlp_only_layers)" in capsys.readouterr().err
+    assert main([*arguments, "--only", "train"]) == 0
+
+
 def test_weights_that_do_not_fit_are_refused_before_a_server_starts(tmp_path: Path) -> None:
     shutil.copytree("recipes/tiny-moe", tmp_path / "hf")
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"cut short")

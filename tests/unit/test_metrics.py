@@ -203,7 +203,21 @@ def test_group_metrics_by_hand() -> None:
         "truncated_fraction": 1 / 4,
         "filtered_fraction": 1 / 4,
         "num_response_tokens": 11,
+        "turns_mean": 1.0,
+        "turn_reward_mean": 0.0,
     }
+
+
+def test_turns_are_counted_and_their_advantages_end_a_groups_silence() -> None:
+    flat = group(rewards=[1.0, 1.0], advantages=[0.0, 0.0], lengths=[3, 3])
+    fields = {"response_mask": (True, False, True), "turn_lengths": (1, 1)}
+    two, one = flat.rollouts
+    two = replace(two, turn_rewards=(0.5, 0.25), token_advantages=(0.1, 0.0, 0.0), **fields)
+    got = summarize_groups([flat, replace(flat, rollouts=(two, one))])
+    assert got["turns_mean"] == 5 / 4
+    assert got["turn_reward_mean"] == 0.75 / 4
+    assert got["zero_advantage_groups_fraction"] == 1 / 2
+    assert got["num_response_tokens"] == 11
 
 
 def test_rollout_metrics_by_hand() -> None:

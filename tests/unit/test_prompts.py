@@ -127,6 +127,14 @@ def test_prompt_carries_ids_and_an_entry_that_scores_its_expected_response(token
         assert prompt.expected == ",".join(map(str, numbers))
 
 
+def test_sums_are_a_second_generator(tokenizer):
+    sums = DataConfig(reasoning_gym="chain_sum", params={"min_terms": 2, "max_terms": 3, "max_digits": 2})
+    for prompt in PromptStream(sums, tokenizer, split="train", seed=3).take(50):
+        assert tokenizer.decode(prompt.token_ids) == prompt.text
+        assert reasoning.score(prompt, prompt.expected) == (1.0, True)
+        assert int(prompt.expected) == sum(reasoning.prompt_terms(prompt.text))
+
+
 def test_text_that_the_tokenizer_cannot_spell_is_named(tokenizer):
     with pytest.raises(ValueError, match="'a25#7>' reads 'a257>'"):
         tokenize(tokenizer, "a25#7>")
@@ -153,6 +161,7 @@ def test_params_that_the_generator_refuses_are_a_config_error(tokenizer, bad):
 
 def test_item_whose_own_solution_does_not_score_is_refused(tokenizer):
     numbers = ["25.0", "7.0"]
-    item = {"metadata": {"direction": "ascending", "original_numbers": numbers, "sorted_numbers": numbers}}
+    metadata = {"source_dataset": "number_sorting", "direction": "ascending"}
+    item = {"metadata": {**metadata, "original_numbers": numbers, "sorted_numbers": numbers}}
     with pytest.raises(ValueError, match="prompt 'a25,7>': the scorer gives its own solution '25,7' 0.0"):
         prompts._make_prompt("", "a25,7>", item, tokenizer)

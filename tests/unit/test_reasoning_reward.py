@@ -1,4 +1,4 @@
-"""Rewards of number_sorting: the compact spelling, the package's scorer, the control arm's permutation."""
+"""Rewards of number_sorting and chain_sum: compact spelling, the package's scorer, the control arm's permutation."""
 
 import json
 import math
@@ -9,11 +9,14 @@ import reasoning_gym
 from gspo_megatron.rewards import reasoning
 from gspo_megatron.types import Prompt, Rollout, RolloutGroup
 
+SORTING = {"source_dataset": "number_sorting", "direction": "ascending"}
+
 
 def make_prompt(numbers: list[int], *, direction: str = "ascending") -> Prompt:
     ordered = sorted(numbers, reverse=direction == "descending")
     item = {
         "metadata": {
+            **SORTING,
             "direction": direction,
             "original_numbers": [f"{n}.0" for n in numbers],
             "sorted_numbers": [f"{n}.0" for n in ordered],
@@ -53,12 +56,12 @@ def test_item_renders_as_direction_numbers_and_arrow():
 
 
 def test_negative_zero_renders_as_zero():
-    item = {"metadata": {"direction": "ascending", "original_numbers": ["-0.0", "3.0"]}}
+    item = {"metadata": {**SORTING, "original_numbers": ["-0.0", "3.0"]}}
     assert reasoning.render_prompt(item) == "a0,3>"
 
 
 def test_number_with_decimals_is_refused_naming_the_recipe_key():
-    item = {"metadata": {"direction": "ascending", "original_numbers": ["2.5", "3.0"]}}
+    item = {"metadata": {**SORTING, "original_numbers": ["2.5", "3.0"]}}
     with pytest.raises(ValueError, match="data.params.max_decimals"):
         reasoning.render_prompt(item)
 
@@ -122,6 +125,51 @@ def test_entry_survives_json_and_carries_no_code():
     entry = reasoning.scorer_entry(item)
     assert json.loads(json.dumps(entry)) == entry
     assert json.loads(entry["answer"]) == item["metadata"]["sorted_numbers"]
+
+
+def make_sum(**params):
+    """The package's own items of chain_sum with their prompts."""
+    dataset = reasoning_gym.create_dataset("chain_sum", seed=3, size=100, min_terms=2, max_terms=3, **params)
+    for item in dataset:
+        yield (
+            item,
+            Prompt(
+                prompt_id="",
+                text=reasoning.render_prompt(item),
+                token_ids=(),
+                expected=reasoning.render_expected(item),
+                entry=json.loads(json.dumps(reasoning.scorer_entry(item))),
+            ),
+        )
+
+
+def test_sum_renders_as_its_terms_and_arrow():
+    for item, prompt in make_sum(max_digits=2):
+        assert prompt.text == item["metadata"]["expression"].replace(" ", "") + ">"
+        assert sum(reasoning.prompt_terms(prompt.text)) == int(prompt.expected)
+    assert reasoning.prompt_terms("12+45-7>") == [12, 45, -7]
+
+
+def test_answer_of_a_sum_is_what_follows_the_last_comma():
+    (_, prompt), *_ = make_sum(max_digits=2)
+    right = prompt.expected
+    for before in ("", "1+1=2,", "1+1=2,5,"):
+        assert reasoning.score(prompt, before + right) == (1.0, True)
+    for response in ("", f"{right},", f"{right}=", f"1+1={right}", f"{right},1+1", f" {right}", "nan", "9" * 5000):
+        assert reasoning.score(prompt, f"3,{response}") == (0.0, False), response
+
+
+def test_sum_that_is_not_exact_can_have_a_part_of_the_reward_by_the_package():
+    item, prompt = next((i, p) for i, p in make_sum(max_digits=2) if int(p.expected) > 9)
+    near = prompt.expected + "0"
+    assert reasoning.score(prompt, near)[0] == reasoning_gym.get_score_answer_fn("chain_sum")(near, item) > 0.5
+    assert reasoning.score(prompt, near)[1] is False
+    assert reasoning.score(prompt, f"0{prompt.expected}") == (1.0, False)  # a leading zero is tolerated
+
+
+def test_sum_with_negative_terms_is_refused_naming_the_recipe_key():
+    with pytest.raises(ValueError, match="data.params.allow_negation"):
+        list(make_sum(max_digits=2, allow_negation=True))
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])

@@ -16,8 +16,8 @@ from tests.models import TINY_CONFIGS
 
 ROUTES = RouteFormat(num_layers=3, moe_layers=(0, 2), num_experts=6, topk=2)
 MANY = replace(ROUTES, num_experts=300)
-# [2 tokens, 3 layers, 2 experts]; layer 1 has none.
-EXPERTS = [[[5, 0], [0, 0], [1, 2]], [[3, 4], [0, 0], [2, 5]]]
+# [2 tokens, 3 layers, 2 experts]; layer 1 has none, and what stands there is not read.
+EXPERTS = [[[5, 0], [4, 3], [1, 2]], [[3, 4], [1, 0], [2, 5]]]
 
 
 def answer(experts: Any, dtype: torch.dtype = torch.int32) -> str:
@@ -78,6 +78,7 @@ def test_single_token_has_no_route() -> None:
         (changed(1, 0, [4, 4]), r"1 of 4 routes .*: token 1, layer 0: \[4, 4\]"),
         (answer(torch.zeros(2, 3, 2).tolist()), r"4 of 4 routes .*: token 0, layer 0: \[0, 0\]; .*; .*1, layer 0"),
     ],
+    ids="absent text one_token_less int64 one_token_more above below twice zeros".split(),
 )
 def test_record_that_is_absent_or_of_something_else_is_an_error(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -107,6 +107,21 @@ def test_groups_with_equal_rewards_fill_up_in_the_order_of_the_prompts_when_prom
     assert (len(begun), choice.num_surplus) == (7, 0)
 
 
+def test_rewards_of_turns_make_spread():
+    def group_of(prompt):
+        same = make_group(prompt, [1.0, 1.0])
+        if prompt.prompt_id != "1":
+            return same
+        return replace(same, rollouts=tuple(replace(r, turn_rewards=(float(i),)) for i, r in enumerate(same.rollouts)))
+
+    async def sample(prompt):
+        return group_of(prompt)
+
+    cfg = replace(make_config(dynamic_sampling=True), num_prompts=1)
+    choice = asyncio.run(choose_groups(make_prompts(3), sample, cfg))
+    assert (ids(choice.groups), ids(choice.zero_spread)) == ([1], [0])
+
+
 def test_filtered_responses_make_no_spread():
     prompt = make_prompts(1)[0]
     group = make_group(prompt, [1.0, 0.0])

@@ -33,6 +33,8 @@ def make_groups() -> list[RolloutGroup]:
         for n in (0, 1, 7)
     ]
     rollouts.append(dataclasses.replace(rollouts[1], reward=None, is_exact=None, advantage=None))
+    turns = {"response_mask": (True, True, False, True, True, True, True), "turn_lengths": (2, 4)}
+    rollouts.append(dataclasses.replace(rollouts[2], **turns, turn_rewards=(0.1, 1 / 3)))
     return [RolloutGroup(prompt=p, rollouts=tuple(rollouts)) for p in prompts]
 
 
@@ -60,6 +62,11 @@ def test_scores_are_added_to_a_copy() -> None:
     assert (scored.reward, scored.is_exact, scored.advantage) == (0.25, True, -1.5)
     assert (rollout.reward, rollout.is_exact, rollout.advantage) == (None, None, None)
     assert dataclasses.replace(scored, reward=None, is_exact=None, advantage=None) == rollout
+
+
+def test_sampled_tokens_are_those_of_the_mask() -> None:
+    plain, turns = make_groups()[0].rollouts[2], make_groups()[0].rollouts[4]
+    assert (plain.num_sampled_tokens, turns.num_sampled_tokens) == (7, 6)
 
 
 def without_rollouts(record: dict) -> dict:
