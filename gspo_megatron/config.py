@@ -275,7 +275,8 @@ class LossConfig:
     """Entropy bonus: this times each token's entropy joins the objective's own sum."""
     routing_replay: Literal["none", "r2", "r3"] = "none"
     """r2: the update routes every token as the old-log-prob pass did. r3: both passes route it as SGLang did
-    (mcore/routing_replay.py)."""
+    (mcore/routing_replay.py, routed_experts.py); a server then holds layers x topk x 4 bytes of host memory for each
+    token of its cache, and a rollout one byte per token, MoE layer and expert."""
     allow_wide_clip: bool = False
     """Permit a sequence-level band above 0.01 with responses above 1,000 tokens."""
     band_is_measured: bool = False
