@@ -349,6 +349,12 @@ class Recipe:
         """SGLang processes of one server: each joins the weight push, and on GPU has its own device."""
         return int(self.rollout.sglang.get("tp_size", 1))
 
+    @property
+    def push_limit_s(self) -> float:
+        """Longest wait for a server within a weight push, and of a server: what a health probe may take; the other
+        ranks wait in a collective meanwhile."""
+        return min(self.cluster.probe_timeout_s, self.cluster.collective_timeout_s / 2)
+
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override and check a recipe.

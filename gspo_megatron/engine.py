@@ -24,7 +24,7 @@ import aiohttp
 
 from gspo_megatron.config import ConfigError, Recipe
 from gspo_megatron.process import interface_variables
-from gspo_megatron.sglang_cpu import DEVICE_VARIABLE
+from gspo_megatron.sglang_cpu import DEVICE_VARIABLE, LIMIT_VARIABLE
 
 LOG_LINES, LOG_COLUMNS = 20, 300
 """How much of the server's log an error quotes."""
@@ -105,6 +105,7 @@ def server_environment(recipe: Recipe, inherited: Mapping[str, str], *, cuda_dev
     own = {
         "CUDA_VISIBLE_DEVICES": cuda_devices,
         DEVICE_VARIABLE: recipe.device,
+        LIMIT_VARIABLE: str(recipe.push_limit_s),
         **interface_variables(recipe.cluster.network_interface),
     }
     if recipe.cluster.placement == "colocated":

@@ -14,6 +14,8 @@ that are not floating point, and those that SGLang leaves out of its own checks,
 
 from __future__ import annotations
 
+import datetime
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.checksum import Checksums
+from gspo_megatron.sglang_cpu import LIMIT_VARIABLE
 
 ACTION = "received"
 UNFILLED = "unfilled "
@@ -134,6 +137,15 @@ def around_checker(original: Callable[..., Any], checker: Any, action: str, *arg
     }
 
 
+def with_time_limit(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Hooked around init_custom_process_group, which SGLang calls without a time limit: half an hour for gloo.
+
+    A server that waits for another one, or for a trainer that has given up, would be lost for that long.
+    """
+    limit = datetime.timedelta(seconds=float(os.environ[LIMIT_VARIABLE]))
+    return original(*args, **{"timeout": limit, **options})
+
+
 def register() -> None:
     """Register the hooks; sglang_cpu.plugin calls it before a scheduler is set up."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -142,6 +154,7 @@ def register() -> None:
     HookRegistry.register(f"{updater}.begin_weight_update", after_begin, HookType.AFTER)
     HookRegistry.register(f"{updater}.end_weight_update", before_end, HookType.BEFORE)
     HookRegistry.register(f"{updater}.update_weights_from_disk", around_disk, HookType.AROUND)
+    HookRegistry.register("sglang.srt.utils.common.init_custom_process_group", with_time_limit, HookType.AROUND)
     loader = "sglang.srt.model_loader.loader.DefaultModelLoader"
     HookRegistry.register(f"{loader}.load_weights_only", after_load, HookType.AFTER)
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", around_checker, HookType.AROUND)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 CHECKED_VERSIONS = ("0.5.21",)
 """SGLang versions whose sources were read for every replacement below and that tests/e2e ran against."""
 DEVICE_VARIABLE = "GSPO_MEGATRON_DEVICE"
+LIMIT_VARIABLE = "GSPO_MEGATRON_PUSH_LIMIT_S"
+"""Recipe.push_limit_s, for sglang_checksum.py; engine.py sets both."""
 ENTRY_POINT_GROUP, ENTRY_POINT = "sglang.srt.plugins", "gspo_megatron.sglang_cpu:plugin"
 
 STAND_INS = ("sgl_kernel", "torchvision")

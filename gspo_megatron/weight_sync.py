@@ -61,7 +61,7 @@ class WeightSync:
         """
         self._policy, self._fleet, self._colocated = policy, fleet, colocated
         cluster = recipe.cluster
-        self._limit_s = min(cluster.probe_timeout_s, cluster.collective_timeout_s / 2)
+        self._limit_s = recipe.push_limit_s
         self._pause_limit_s = min(self._limit_s, PAUSE_LIMIT_S)
         self._wait_s = cluster.start_timeout_s + cluster.probe_timeout_s
         self._pause_mode, self._flush_cache = recipe.rollout.pause_mode, recipe.rollout.flush_cache
@@ -92,6 +92,7 @@ class WeightSync:
         self._failed: dict[Server, str] = {}
         self._num_failed_attempts = 0
         self._num_reached = 0
+        self._deadline_s = 0.0
         self.seconds: dict[str, float] = defaultdict(float)
         """Of rank 0, summed over all pushes: gather, checksum (both beside the rest), broadcast or write, load,
         verify, total."""
@@ -186,6 +187,7 @@ class WeightSync:
             if time.monotonic() > tick_s:
                 return None
             time.sleep(0.2)
+        self._deadline_s = time.monotonic() + self._wait_s
         self._targets = [server for server in announced if server not in self._failed] or announced
         return True
 
@@ -212,7 +214,7 @@ class WeightSync:
 
     def _reject(self, reasons: dict[Server, str]) -> None:
         assert self._fleet is not None
-        self._failed |= reasons
+        self._failed = {**reasons, **self._failed}  # the first reason of a server is nearest to the cause
         for server, reason in reasons.items():
             self._fleet.reject(server, f"weight push: {reason}")
 
