@@ -137,7 +137,7 @@ class RolloutConfig:
     """A shorter response is taken out of the loss and of N. Not SGLang's min_new_tokens: that forbids EOS, which
     shifts log-probs against the trainer's."""
     stop_token_ids: list[int] = field(default_factory=list)
-    """Further tokens that end a response, beside EOS."""
+    """Further tokens that end a response, beside EOS; with multi_turn, that end a turn."""
     oversample_prompts: int = 0
     """Prompts that are sampled beyond num_prompts at once, for groups that dynamic_sampling drops."""
     dynamic_sampling: bool = False
