@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import os
 import shutil
 import socket
 import threading
@@ -16,6 +17,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -35,6 +37,9 @@ from gspo_megatron.fleet import Server
 T = TypeVar("T")
 Bucket = list[tuple[str, Tensor]]
 
+NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
+"""Read when a group is made. Left to itself, torch's watchdog ends this process when a server of the group is lost; it
+also sleeps four times the second value first, and whoever destroys the group waits for it."""
 SETTLE_S = 5.0
 """When a collective broke, servers that wait in it get this long to notice and say so."""
 
@@ -256,16 +261,17 @@ class Broadcast:
         def join() -> None:
             # A client of its own, so that the thread does not keep the store alive.
             client = dist.TCPStore(self._host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-            joined.append(
-                init_custom_process_group(
-                    backend=self._backend,
-                    store=dist.PrefixStore(name, client),
-                    world_size=world_size,
-                    rank=0,
-                    group_name=name,
-                    timeout=timeout,
+            with _environment(NCCL_ENVIRONMENT if self._backend == "nccl" else {}):
+                joined.append(
+                    init_custom_process_group(
+                        backend=self._backend,
+                        store=dist.PrefixStore(name, client),
+                        world_size=world_size,
+                        rank=0,
+                        group_name=name,
+                        timeout=timeout,
+                    )
                 )
-            )
 
         async def server_joins(server: ServerClient, place: int) -> None:
             await server.init_weights_update_group(
@@ -294,7 +300,6 @@ class Broadcast:
                 work.wait()  # no longer than the group's time limit
             while not work.is_completed():
                 if time.perf_counter() > start_s + self._limit_s:
-                    group.abort()
                     raise TimeoutError(f"broadcast took more than {self._limit_s:g} s")
                 time.sleep(0.0005)
             sent_s = time.perf_counter()
@@ -312,6 +317,21 @@ class Broadcast:
         await targets.all(receive, beside=broadcast, release=self._drop)
         seconds["broadcast"] += sent_s - start_s
         seconds["load"] += time.perf_counter() - sent_s
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """These environment variables, for a while."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _listen(host: str, port: int, timeout: datetime.timedelta) -> dist.TCPStore:

@@ -61,8 +61,9 @@ class PolicySteps:
         lr: float = 1.0e-4,
         save: Path | None = None,
         load: Path | None = None,
+        leaves: bool = False,
     ) -> dict[str, Any]:
-        """Results of rank 0; overrides must name device and model.dtype."""
+        """Results of rank 0; overrides must name device and model.dtype, leaves: as policy_step.run."""
         common = [
             f"model.hf_dir={self.model_dir}",
             f"model.load={self.model_dir}",
@@ -73,7 +74,7 @@ class PolicySteps:
             "optimizer.clip_grad=1.0e+9",
         ]
         files = {"save": str(save) if save else None, "load": str(load) if load else None}
-        job = {"overrides": common + list(overrides), "num_steps": num_steps, "lr": lr, **files}
+        job = {"overrides": common + list(overrides), "num_steps": num_steps, "lr": lr, "leaves": leaves, **files}
         key = json.dumps(job)
         if key not in self._results:
             self._results[key] = self._run(job, ranks, "cuda" if "device=cuda" in overrides else "cpu")

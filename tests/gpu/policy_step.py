@@ -18,7 +18,10 @@ from tests.distributed.policy_worker import RECIPE, hf_tensors, hf_view_of, tiny
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Build, load, take job["num_steps"] steps, save a checkpoint where job["save"] says."""
+    """Build, load, take job["num_steps"] steps, save a checkpoint where job["save"] says.
+
+    Where job["leaves"] says so, the trainer's memory goes to the host and comes back before each step.
+    """
     recipe = load_recipe(RECIPE, job["overrides"])
     if recipe.device == "cpu":
         from gspo_megatron.mcore import cpu
@@ -28,6 +31,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     from gspo_megatron.checkpoint import load_weights, save_checkpoint
     from gspo_megatron.convert.hf_io import TensorReader
     from gspo_megatron.mcore.model import build_optimizer, build_policy, load_hf_weights
+    from gspo_megatron.mcore.offload import Offload
     from gspo_megatron.mcore.parallel import initialize
     from gspo_megatron.optimize import add_old_logprobs, optimizer_step
 
@@ -50,7 +54,15 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     results: dict[str, Any] = {"weights_before": hf_tensors(policy), "responses": responses(batch)}
     loss_fn = partial(policy_loss, cfg=replace(recipe.loss, clip_low=3.0e-3, clip_high=4.0e-3))
     step = partial(optimizer_step, policy, optimizer, batch, loss_fn, lr=job["lr"], temperature=1.0)
-    steps = [step(denominator=batch.num_responses) for _ in range(job["num_steps"])]
+    steps, given_up_bytes = [], []
+    offload = Offload(policy, optimizer)
+    for _ in range(job["num_steps"]):
+        if job["leaves"]:
+            before = torch.cuda.memory_allocated()
+            offload.to_host()
+            given_up_bytes.append(before - torch.cuda.memory_allocated())
+            offload.to_device()
+        steps.append(step(denominator=batch.num_responses))
     if job["save"]:
         state, hf_dir = TrainState(optimizer_step=len(steps)), Path(recipe.model.hf_dir)
         save_checkpoint(policy, optimizer, state, Path(job["save"]), companions_from=hf_dir)
@@ -60,6 +72,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "log_ratio": [s.per_response["log_ratio"] for s in steps],
         "clipped": [float(s.per_response["clipped_tokens"].sum()) for s in steps],
         "weights": hf_tensors(policy),
+        "given_up_bytes": given_up_bytes,
+        "weight_bytes": sum(p.nbytes for _, p in policy.parameters()),
     }
     if steps:  # last: it overwrites the weights
         results["grad"] = hf_view_of(policy, {n: p.main_grad for n, p in policy.parameters()})
