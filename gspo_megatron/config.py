@@ -75,8 +75,8 @@ class ClusterConfig:
     max_restarts: int = 3
     """Of one server within an hour; when it fails once more, the run ends."""
     probe_timeout_s: float = 60.0
-    """A server that takes longer for a health probe, which generates a token, is restarted, seconds. Wants to be
-    longer than a weight push."""
+    """A server that takes longer for a health probe, which generates a token, is restarted, seconds. While a weight
+    push pauses a server this is the limit of each step of the push instead: a bucket, or all files with disk."""
     weight_transport: Literal["broadcast", "disk", "ipc"] = "broadcast"
     """How weights reach the servers. broadcast: a process group of the trainer's rank 0 and all servers. disk: a
     Hugging Face directory in the run's folder. ipc: CUDA's, for colocated servers."""
