@@ -12,7 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.cluster_checks import check_placement
+from gspo_megatron.cluster_checks import check_placement, check_push
 from gspo_megatron.config import ConfigError, Recipe
 from gspo_megatron.multi_turn import load_function
 from gspo_megatron.objective_checks import check_mcore, check_objective
@@ -90,7 +90,8 @@ def check_recipe(recipe: Recipe) -> list[str]:
     problems = _check_ranges(recipe)
     if not problems:
         problems = _check_parallel(recipe) + _check_sizes(recipe) + _check_sampling(recipe) + _check_model(recipe)
-        problems += check_objective(recipe) + check_mcore(recipe) + check_placement(recipe) + _check_turns(recipe)
+        problems += check_objective(recipe) + check_mcore(recipe) + check_placement(recipe)
+        problems += check_push(recipe) + _check_turns(recipe)
     mcore = upstream_fields("megatron-core", "megatron/core/transformer/transformer_config.py")
     mcore |= upstream_fields("megatron-core", "megatron/core/model_parallel_config.py")
     problems += _check_passed_through("model.mcore", recipe.model.mcore, DERIVED_MCORE_KEYS, mcore)
@@ -170,6 +171,7 @@ _RANGES: dict[str, tuple[float, float]] = {
         (0, 1),
     ),
     "cluster.server_port": (0, 65535),
+    "cluster.weight_port": (0, 65535),
     "rollout.group_size": (2, inf),
     "rollout.temperature": (0.01, 10),
     "evaluate.temperature": (0.01, 10),

@@ -21,6 +21,12 @@ _UNFIT_FOR_COLOCATED: dict[str, tuple[Any, str]] = {
     "model.mcore.external_cuda_graph": (False, _CAPTURED),
 }
 """Keys passed through to upstream -> the one value that colocated servers permit, and why."""
+_UNFIT_FOR_PUSH: dict[str, tuple[Any, str]] = {
+    "quantization": (None, "would take pushed weights without their scales; use rollout.serve_fp8"),
+    "pp_size": (1, "stages would have the same ranks in a weight push; use 1"),
+    "speculative_algorithm": (None, "a push cannot verify the weights of a draft model; remove it"),
+}
+"""Keys of rollout.sglang -> the one value that a weight push permits, and why."""
 
 
 def check_placement(recipe: Recipe) -> list[str]:
@@ -61,4 +67,24 @@ def check_placement(recipe: Recipe) -> list[str]:
         for key, (permitted, why) in _UNFIT_FOR_COLOCATED.items()
         if given.get(key, permitted) != permitted
     ]
+    return problems
+
+
+def check_push(recipe: Recipe) -> list[str]:
+    """Whether weights can be pushed as the recipe says."""
+    c, r = recipe.cluster, recipe.rollout
+    problems = []
+    if r.serve_fp8 and recipe.device == "cpu":
+        problems.append("rollout.serve_fp8: SGLang serves FP8 on CUDA devices only; set it to false on the CPU")
+    problems += [
+        f"rollout.sglang.{key}={r.sglang[key]}: {why}"
+        for key, (permitted, why) in _UNFIT_FOR_PUSH.items()
+        if r.sglang.get(key, permitted) != permitted
+    ]
+    if r.sglang.get("dp_size", 1) != 1 and not r.sglang.get("enable_dp_attention"):
+        problems.append(
+            f"rollout.sglang.dp_size={r.sglang['dp_size']}: SGLang takes no weights so; use cluster.rollout_servers"
+        )
+    if c.weight_port and c.server_port <= c.weight_port < c.server_port + c.rollout_servers:
+        problems.append(f"cluster.weight_port={c.weight_port}: is the port of a server; use another one, or 0")
     return problems

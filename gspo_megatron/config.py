@@ -75,8 +75,8 @@ class ClusterConfig:
     max_restarts: int = 3
     """Of one server within an hour; when it fails once more, the run ends."""
     probe_timeout_s: float = 60.0
-    """A server that takes longer for a health probe, which generates a token, is restarted, seconds. Wants to be
-    longer than a weight push."""
+    """A server that takes longer for a health probe, which generates a token, is restarted, seconds. While a weight
+    push pauses a server this is the limit of each step of the push instead: a bucket, or all files with disk."""
     weight_transport: Literal["broadcast", "disk", "ipc"] = "broadcast"
     """How weights reach the servers. broadcast: a process group of the trainer's rank 0 and all servers. disk: a
     Hugging Face directory in the run's folder. ipc: CUDA's, for colocated servers."""
@@ -137,7 +137,7 @@ class RolloutConfig:
     """A shorter response is taken out of the loss and of N. Not SGLang's min_new_tokens: that forbids EOS, which
     shifts log-probs against the trainer's."""
     stop_token_ids: list[int] = field(default_factory=list)
-    """Further tokens that end a response, beside EOS."""
+    """Further tokens that end a response, beside EOS; with multi_turn, that end a turn."""
     oversample_prompts: int = 0
     """Prompts that are sampled beyond num_prompts at once, for groups that dynamic_sampling drops."""
     dynamic_sampling: bool = False
@@ -167,11 +167,12 @@ class RolloutConfig:
     top_k: int = -1
     """Must be -1 (off), as top_p."""
     request_timeout_s: float = 120.0
-    """Limit of one generate request, seconds."""
+    """Limit of one generate request, seconds. Wants to be longer than the longest response and a push together."""
     max_concurrency: int = 64
     """Requests in flight; and, apart from them, calls of multi_turn's function."""
     max_retries: int = 2
-    """Further tries of a request after a connection error or status 5xx."""
+    """Further tries of a request that was not answered in time, or with a status 5xx or what a check refuses. Lost
+    connections do not count: servers are restarted, up to max_restarts."""
     groups_dir: str | None = None
     """Where `--only train` reads RolloutGroups: another run's rollouts folder."""
     sglang: dict[str, Any] = field(default_factory=dict)
@@ -274,7 +275,8 @@ class LossConfig:
     """Entropy bonus: this times each token's entropy joins the objective's own sum."""
     routing_replay: Literal["none", "r2", "r3"] = "none"
     """r2: the update routes every token as the old-log-prob pass did. r3: both passes route it as SGLang did
-    (mcore/routing_replay.py)."""
+    (mcore/routing_replay.py, routed_experts.py); a server then holds layers x topk x 4 bytes of host memory for each
+    token of its cache, and a rollout one byte per token, MoE layer and expert."""
     allow_wide_clip: bool = False
     """Permit a sequence-level band above 0.01 with responses above 1,000 tokens."""
     band_is_measured: bool = False

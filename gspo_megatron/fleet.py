@@ -6,6 +6,7 @@ into the run's folder when it answers; so the trainer needs no other way to the 
     servers/server_0.json              a Server, written by the supervisor (supervisor.py)
     servers/server_0.restart.json      what the trainer has against an incarnation, written by Fleet.reject
     servers/server_0.asleep            a colocated server has no memory on its device now (colocated.py)
+    servers/server_0.paused            a weight push is under way on it (weight_sync.py)
     servers/devices_held               nor may a server be started: the trainer has the devices
 
 A server gets requests when, and only when, a push of the current weights to this very incarnation was verified
@@ -19,7 +20,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -77,13 +78,23 @@ def read_restart_request(folder: Path, server: Server) -> str | None:
 
 
 def set_asleep(folder: Path, name: str, is_asleep: bool) -> None:
-    """Say whether a server sleeps; one that does is not probed."""
+    """Say whether a server sleeps."""
     _set_mark(folder / f"{name}.asleep", is_asleep)
 
 
 def is_asleep(folder: Path, name: str) -> bool:
     """Whether a server sleeps."""
     return (folder / f"{name}.asleep").exists()
+
+
+def set_paused(folder: Path, name: str, is_paused: bool) -> None:
+    """Say whether a weight push has paused a server."""
+    _set_mark(folder / f"{name}.paused", is_paused)
+
+
+def is_probed(folder: Path, name: str) -> bool:
+    """Whether a server is expected to generate when it is asked: it neither sleeps nor is paused."""
+    return not is_asleep(folder, name) and not (folder / f"{name}.paused").exists()
 
 
 def hold_devices(folder: Path, are_held: bool) -> None:
@@ -151,6 +162,11 @@ class Fleet:
     def set_asleep(self, server: Server, is_asleep: bool) -> None:
         """Say whether a server sleeps."""
         set_asleep(self._folder, server.name, is_asleep)
+
+    def set_paused(self, servers: Iterable[Server], are_paused: bool) -> None:
+        """Say that a push pauses these, so that they are not probed, or no longer does."""
+        for server in servers:
+            set_paused(self._folder, server.name, are_paused)
 
     def ready(self) -> list[Server]:
         """Servers with verified current weights: these and no other may be given requests."""

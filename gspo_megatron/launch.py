@@ -38,6 +38,7 @@ from gspo_megatron.mcore.rank import ERROR_PREFIX
 from gspo_megatron.objective_checks import warnings_of
 from gspo_megatron.process import RunError, Torchrun, assign_devices, trainer_environment
 from gspo_megatron.sampling import Sampler, step_file
+from gspo_megatron.serving import serving_dir
 from gspo_megatron.supervisor import Supervisor
 
 WATCH_INTERVAL_S = 0.2
@@ -279,7 +280,7 @@ def make_supervisor(
     has_weights = only == "rollout"
     return Supervisor(
         recipe,
-        model_dir=model_dir if is_hf_weights(model_dir) else Path(recipe.model.hf_dir),
+        model_dir=serving_dir(recipe, model_dir, has_weights=has_weights),
         load_format="auto" if has_weights else "dummy",
         weight_version=0 if has_weights else NO_VERSION,
         ports=ports,

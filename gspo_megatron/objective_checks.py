@@ -114,9 +114,7 @@ _UNREPLAYABLE: dict[str, tuple[Any, str]] = {
 
 _LOADED = "brings back keys and values without the routes that belong to them"
 _UNRECORDED: dict[str, tuple[Any, str]] = {
-    "pp_size": (1, "leaves each stage with the routes of its own layers only"),
     "enable_two_batch_overlap": (False, "lets one half of a batch overwrite the other's routes"),
-    "speculative_algorithm": (None, "moves accepted tokens to places where their routes are not"),
     "disaggregation_mode": ("null", _LOADED),
     "enable_hierarchical_cache": (False, _LOADED),
     "enable_lmcache": (False, _LOADED),

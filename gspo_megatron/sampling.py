@@ -20,7 +20,7 @@ from gspo_megatron.prompts import EVALUATION_SEED, PromptStream, evaluation_prom
 from gspo_megatron.rewards.reasoning import score_groups
 from gspo_megatron.rollout import Client, Vocabulary, sampling_seed
 from gspo_megatron.routed_experts import RouteFormat
-from gspo_megatron.step_sampling import check_totals, choose_groups, mark_stale, mark_too_short
+from gspo_megatron.step_sampling import check_totals, choose_groups, end, mark_stale, mark_too_short
 from gspo_megatron.types import Prompt, RolloutGroup, RolloutReport, TrainState, load_groups, save_groups
 
 TICK_S = 2.0
@@ -260,21 +260,22 @@ class _Worker:
             seeds = [sampling_seed(EVALUATION_SEED, 0, prompt.prompt_id, member) for member in range(cfg.num_samples)]
             return self._client.sample_group(prompt, seeds, temperature=cfg.temperature)
 
-        groups = await _scored(await asyncio.gather(*(sample(prompt) for prompt in self._evaluation_prompts)))
+        tasks = [asyncio.ensure_future(sample(prompt)) for prompt in self._evaluation_prompts]
+        try:
+            groups = await _scored(await asyncio.gather(*tasks))
+        finally:
+            await end(tasks)
         save_groups(groups, step_file(self._recipe.run_dir / "evaluations", rollout_step))
         return asdict(summarize(groups))
 
     def close(self) -> None:
         """Cancel what runs, close connections, end the thread."""
 
-        async def end() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async def end_all() -> None:
+            await end([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
             await self._client.__aexit__(None, None, None)
 
-        asyncio.run_coroutine_threadsafe(end(), self._loop).result(timeout=CLOSE_S)
+        asyncio.run_coroutine_threadsafe(end_all(), self._loop).result(timeout=CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gspo_megatron.config import RolloutConfig
 from gspo_megatron.engine import RolloutError
@@ -57,8 +58,7 @@ async def choose_groups(
                 (taken if _is_wanted(tasks[num_decided].result(), cfg) else flat).append(num_decided)
                 num_decided += 1
     finally:
-        for task in tasks:
-            task.cancel()
+        await end(tasks)
     num_filled = cfg.num_prompts - len(taken)
     return Choice(
         groups=[tasks[i].result() for i in sorted(taken + flat[:num_filled])],
@@ -66,6 +66,13 @@ async def choose_groups(
         zero_spread=[tasks[i].result() for i in flat[num_filled:]],
         num_surplus=len(tasks) - num_decided,
     )
+
+
+async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel those that still run; what becomes of them is nobody's concern any more."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _is_wanted(group: RolloutGroup, cfg: RolloutConfig) -> bool:

@@ -2,6 +2,7 @@
 
 Servers that share the trainer's devices are announced asleep at first, since the trainer has the devices first. One
 that sleeps is not probed, and none is started while the trainer has the devices (colocated.py).
+One that a weight push pauses is not probed either: it may wait there for another one that hangs.
 
 A server is restarted when its process ended, when no health probe of it succeeds for cluster.probe_timeout_s, and when
 the trainer asks for it. It boots as it did at first, so the trainer has to push to it before it gets requests.
@@ -30,9 +31,10 @@ from gspo_megatron.fleet import (
     announce,
     are_devices_held,
     hold_devices,
-    is_asleep,
+    is_probed,
     read_restart_request,
     set_asleep,
+    set_paused,
     withdraw,
 )
 from gspo_megatron.process import RunError, assign_devices
@@ -232,7 +234,7 @@ class Supervisor:
         request = read_restart_request(self.folder, server)
         if request is not None:
             return f"the trainer asked for it: {request}"
-        if is_asleep(self.folder, place.name):  # a probe would wait for it to wake
+        if not is_probed(self.folder, place.name):  # a probe would wait; the trainer itself watches it meanwhile
             place.probe, place.next_probe_s = None, time.monotonic() + PROBE_INTERVAL_S
             place.failing_since_s = float("inf")
             return None
@@ -258,6 +260,7 @@ class Supervisor:
         assert place.engine is not None
         withdraw(self.folder, place.name)
         set_asleep(self.folder, place.name, False)
+        set_paused(self.folder, place.name, False)
         now, limit = time.monotonic(), self._recipe.cluster.max_restarts
         place.losses = [loss for loss in place.losses if now - loss[0] < RESTART_WINDOW_S] + [(now, reason)]
         where = f"{place.name} ({place.engine.url})"

@@ -224,6 +224,7 @@ class WeightSync:
             targets = Targets(session, self._targets, limit_s=self._limit_s)
             await self._transport.prepare(targets, stream)
             self._paused |= set(self._targets)
+            self._fleet.set_paused(self._targets, True)
             await Targets(session, self._targets, limit_s=self._pause_limit_s).all(self._pause)
             await self._wake(targets, WEIGHTS)
             await self._transport.deliver(targets, stream)
@@ -269,16 +270,18 @@ class WeightSync:
 
         A server without all of its memory stays paused: it would end with the first request.
         """
-        chosen = sorted(self._paused.intersection(servers), key=lambda server: server.name)
-        self._paused.difference_update(chosen)
-        if self._colocated is not None:
-            chosen = [server for server in chosen if not self._colocated.is_asleep(server)]
+        assert self._fleet is not None
+        paused = sorted(self._paused.intersection(servers), key=lambda server: server.name)
+        self._paused.difference_update(paused)
+        chosen = [s for s in paused if self._colocated is None or not self._colocated.is_asleep(s)]
         async with _session() as session:
             try:
                 targets = Targets(session, chosen, limit_s=self._pause_limit_s)
                 await targets.all(lambda server, _place: server.continue_generation())
             except PushFailed as failure:
                 return failure.reasons
+            finally:
+                self._fleet.set_paused(paused, False)
         return {}
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +147,9 @@ class Chaos:
             self._matched[i] += 1
             count = self._matched[i] - fault.nth
             if count >= 0 and (fault.times is None or count < fault.times):
+                hurt = list(self._urls) if fault.do == "kill_all" else [server.name]
                 with self._log_path.open("a") as log:
-                    log.write(json.dumps({"time_s": time.time(), "hit": asdict(server), **asdict(fault)}) + "\n")
+                    log.write(json.dumps({"time_s": time.time(), "hurt": hurt, "do": fault.do}) + "\n")
                 return fault.do
         return ""
 

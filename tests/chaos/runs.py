@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ NUM_STEPS, NUM_PROMPTS, GROUP_SIZE = 3, 16, 8
 """As the shortened recipe has them."""
 TWO_SERVERS = [
     "cluster.rollout_servers=2",
-    "cluster.probe_timeout_s=15",
+    "cluster.probe_timeout_s=20",
     "rollout.request_timeout_s=15",
 ]
 LIMIT_S = 480.0
@@ -35,7 +36,7 @@ class Suffered:
     returncode: int
     text: str
     hits: list[dict[str, Any]]
-    """The faults as they happened, with `time_s`."""
+    """The faults as they happened: `time_s`, `do`, names of the servers that it `hurt`."""
     ended_s: float
 
     @property
@@ -45,8 +46,12 @@ class Suffered:
     def groups(self, step: int) -> list[RolloutGroup]:
         return load_groups(self.dir / "rollouts" / f"step_{step:05d}.jsonl")
 
+    def count(self, do: str, server: str) -> int:
+        """How often it was done to a server."""
+        return sum(hit["do"] == do and server in hit["hurt"] for hit in self.hits)
+
     def token_ids(self) -> list[list[list[tuple[int, ...]]]]:
-        """Response ids of all steps."""
+        """Response ids of the first NUM_STEPS steps."""
         return [[[r.response_ids for r in g.rollouts] for g in self.groups(s)] for s in range(1, NUM_STEPS + 1)]
 
 
@@ -74,11 +79,17 @@ def suffer(
     return Suffered(dir=output_dir / name, returncode=done.returncode, text=done.text, hits=hits, ended_s=ended_s)
 
 
-def assert_complete(run: Suffered, *, max_policy_lag: int = 0) -> None:
-    """It ended well, with every response of every step accounted for and no token from wrong weights."""
+def assert_complete(run: Suffered, *, num_steps: int = NUM_STEPS, max_policy_lag: int = 0) -> None:
+    """It ended well, with every response of every step accounted for and no token from wrong weights.
+
+    No server was taken down because another one failed.
+    """
     assert run.returncode == 0, run.text
+    restarted = set(re.findall(r"SGLang server (\S+) \(\S+\) is restarted", run.text))
+    hit = {name for fault in run.hits for name in fault["hurt"]}
+    assert restarted <= hit, run.text
     rows = [row for row in run.rows if row["rollout"]]
-    assert len(rows) == NUM_STEPS
+    assert len(rows) == num_steps
     for step, row in enumerate(rows, start=1):
         report, groups = row["rollout"], run.groups(step)
         assert [len(group.rollouts) for group in groups] == [GROUP_SIZE] * NUM_PROMPTS

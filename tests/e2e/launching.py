@@ -46,10 +46,10 @@ class Launched:
     log_path: Path
 
     def wait(self, *, timeout_s: float) -> Done:
-        """Wait for the end; kills the launch when it takes longer."""
+        """Wait for the end; ends the launch when it takes longer, or the test is ended."""
         try:
             status = self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        except BaseException:
             self.process.terminate()
             self.process.wait(30)
             raise

@@ -49,14 +49,24 @@ def sample(urls, prompts, recipe, **options):
 
 
 def sample_and_count(
-    urls, prompts, recipe, *, seed=1, rollout_step=0, weight_version=0, group_size=8, temperature=1.0, wait_s=1.0
+    urls,
+    prompts,
+    recipe,
+    *,
+    vocabulary=VOCABULARY,
+    seed=1,
+    rollout_step=0,
+    weight_version=0,
+    group_size=8,
+    temperature=1.0,
+    wait_s=1.0,
 ):
     """Groups of these servers, and the client's events; gives up soon when no server is left."""
     urls = [urls] if isinstance(urls, str) else urls
     recipe = replace(recipe, cluster=replace(recipe.cluster, start_timeout_s=wait_s, probe_timeout_s=0.0))
 
     async def run(folder):
-        async with Client(make_fleet(folder, urls, weight_version=weight_version), recipe, VOCABULARY) as client:
+        async with Client(make_fleet(folder, urls, weight_version=weight_version), recipe, vocabulary) as client:
             groups = await asyncio.gather(
                 *(
                     client.sample_group(

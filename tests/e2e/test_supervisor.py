@@ -13,7 +13,7 @@ from gspo_megatron import fleet as fleet_module
 from gspo_megatron import supervisor as supervisor_module
 from gspo_megatron.config import load_recipe
 from gspo_megatron.engine import session_members
-from gspo_megatron.fleet import NO_VERSION, Fleet, hold_devices, read_servers, set_asleep
+from gspo_megatron.fleet import NO_VERSION, Fleet, hold_devices, read_servers, set_asleep, set_paused
 from gspo_megatron.launch import server_ports
 from gspo_megatron.process import RunError
 from gspo_megatron.supervisor import Supervisor
@@ -98,18 +98,19 @@ def test_killed_and_hung_servers_come_back_as_other_incarnations(supervisor, out
     killed, hung = (server_process(s.url) for s in before)
     (scheduler,) = (p for p in hung.children() if "scheduler" in p.name())
     hold_devices(supervisor.folder, True)
-    set_asleep(supervisor.folder, "server_1", True)
     killed.kill()
     os.kill(scheduler.pid, signal.SIGSTOP)  # its HTTP process goes on answering what needs no token
     check_until(supervisor, lambda: "server_0" not in urls(supervisor))
-    for _ in range(10):
-        supervisor._places[1].next_probe_s = 0.0
-        supervisor.check()
-        assert supervisor._places[1].probe is None, "a server that sleeps is not probed"
-        time.sleep(0.1)
+    for mark in (set_asleep, set_paused):
+        mark(supervisor.folder, "server_1", True)
+        for _ in range(5):
+            supervisor._places[1].next_probe_s = 0.0
+            supervisor.check()
+            assert supervisor._places[1].probe is None, "a server that sleeps or is paused is not probed"
+            time.sleep(0.1)
+        mark(supervisor.folder, "server_1", False)
     assert not list(supervisor.folder.parent.glob("logs/*.1.log")), "none is started while the trainer has the devices"
     hold_devices(supervisor.folder, False)
-    set_asleep(supervisor.folder, "server_1", False)
     with listener_at(before[0].url):  # for a moment, as by connections that are still closing
         check_until(supervisor, lambda: incarnations(supervisor).get("server_0") != 0)
         time.sleep(1.0)

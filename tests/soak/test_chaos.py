@@ -62,6 +62,18 @@ def test_run_trains_on_the_same_tokens_as_without_the_fault(output_dir, undistur
     assert run.token_ids() == undisturbed.token_ids()
 
 
+def test_restarted_server_takes_part_again(output_dir, undisturbed):
+    faults = [
+        Fault(do="kill", nth=3, **STEP_2),
+        Fault(do="slow", server="server_1", pushes=2, times=None),  # so that the run is not over before
+        Fault(do="slow", server="server_0", pushes=3),  # if asked: its third push is to the restarted one
+    ]
+    run = suffer(output_dir, "restarted", faults, "train.num_rollout_steps=60", "evaluate.every=60")
+    assert run.count("slow", "server_0") == 1
+    assert_complete(run, num_steps=60)
+    assert run.token_ids() == undisturbed.token_ids()
+
+
 def test_push_that_a_server_only_claims_to_have_received_is_found(output_dir, undisturbed):
     fault = Fault(do="swallow", on="update_weights_from_disk", server="server_0")
     run = suffer(output_dir, "swallowed", [fault], "cluster.weight_transport=disk")

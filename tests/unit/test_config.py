@@ -464,6 +464,30 @@ def test_devices_that_servers_cannot_share_with_the_trainer_are_refused(override
     assert got.startswith(problem)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["rollout.serve_fp8=true"], "rollout.serve_fp8: SGLang serves FP8 on CUDA devices only"),
+        (["cluster.weight_port=65536"], "cluster.weight_port=65536: wants 0 to 65535"),
+        (["cluster.server_port=9000", "cluster.rollout_servers=3", "cluster.weight_port=9002"], "cluster.weight_"),
+        (["rollout.sglang.quantization=fp8"], "rollout.sglang.quantization=fp8: would take pushed weights without"),
+        (["rollout.sglang.pp_size=2"], "rollout.sglang.pp_size=2: stages would have the same ranks"),
+        (["rollout.sglang.speculative_algorithm=EAGLE"], "rollout.sglang.speculative_algorithm=EAGLE: a push cannot"),
+        (["rollout.sglang.dp_size=2"], "rollout.sglang.dp_size=2: SGLang takes no weights so"),
+    ],
+)
+def test_servers_that_no_push_reaches_rightly_are_refused(overrides, problem):
+    (got,) = problems_of(*overrides)
+    assert got.startswith(problem)
+
+
+def test_pushes_have_a_recipe_for_each_transport():
+    load_recipe(RECIPE, ["rollout.pause_mode=abort", "cluster.weight_transport=disk", "cluster.weight_port=9000"])
+    load_recipe(RECIPE, ["device=cuda", "rollout.serve_fp8=true"])
+    attention = "{tp_size: 2, dp_size: 2, enable_dp_attention: true}"
+    load_recipe(RECIPE, ["device=cuda", f"rollout.sglang={attention}"])
+
+
 def test_colocated_servers_have_a_recipe():
     load_recipe(RECIPE, COLOCATED)
     four = ["cluster.trainer_ranks=8", "cluster.rollout_servers=4", "rollout.sglang={tp_size: 2, base_gpu_id: 0}"]
@@ -559,9 +583,7 @@ def test_what_bypasses_routing_replay_is_refused_with_it_and_allowed_without(ove
 @pytest.mark.parametrize(
     ("item", "reason"),
     [
-        ("pp_size: 2", "it leaves each stage with the routes of its own layers only"),
         ("enable_two_batch_overlap: true", "it lets one half of a batch overwrite the other's routes"),
-        ("speculative_algorithm: EAGLE", "it moves accepted tokens to places where their routes are not"),
         ("enable_hierarchical_cache: true", "it brings back keys and values without the routes that belong to them"),
         ("chunked_prefill_size: -1", "SGLang keeps room for the routes of one chunk and dies of a longer prompt"),
     ],

@@ -11,6 +11,7 @@ from gspo_megatron.fleet import (
     announce,
     are_devices_held,
     is_asleep,
+    is_probed,
     read_restart_request,
     read_servers,
     withdraw,
@@ -101,6 +102,16 @@ def test_sleep_of_a_server_is_told_by_its_name(folder):
     assert read_servers(folder) == [A0, B0], "the mark is no server"
     fleet.set_asleep(A1, False)
     assert not is_asleep(folder, "server_0")
+
+
+def test_server_that_sleeps_or_is_paused_is_not_probed(folder):
+    fleet = Fleet(folder)
+    for mark in (lambda on: fleet.set_asleep(A0, on), lambda on: fleet.set_paused([A0], on)):
+        mark(True)
+        assert (is_probed(folder, "server_0"), is_probed(folder, "server_1")) == (False, True)
+        assert read_servers(folder) == [A0, B0], "the mark is no server"
+        mark(False)
+        assert is_probed(folder, "server_0")
 
 
 def test_rejection_can_ask_for_a_restart_at_once(folder):
