@@ -108,6 +108,9 @@ def server_environment(recipe: Recipe, inherited: Mapping[str, str], *, cuda_dev
         LIMIT_VARIABLE: str(recipe.push_limit_s),
         **interface_variables(recipe.cluster.network_interface),
     }
+    if recipe.device == "cuda":
+        # After a weight push over NCCL broke, torch's watchdog ends a server when four times this has passed.
+        own["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
     if recipe.cluster.placement == "colocated":
         _check_allocator(inherited)
     if recipe.device == "cpu":
