@@ -175,9 +175,10 @@ class Supervisor:
         port, lost = place.port, place.engine
         if lost is not None:
             lost.stop(limit_s=0.0)  # it may be stopped or hang, and then would not end by itself
-            port = self._free_port(place.port) if self._recipe.cluster.server_port else 0
         while are_devices_held(self.folder) and not self._stopping.is_set():
             time.sleep(0.2)
+        if lost is not None:  # last: what else wants the port has it by now
+            port = self._free_port(place.port) if self._recipe.cluster.server_port else 0
         number = f".{place.incarnation}" if place.incarnation else ""
         with self._start_lock:
             if self._stopping.is_set():
