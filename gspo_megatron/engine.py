@@ -118,6 +118,7 @@ def server_environment(recipe: Recipe, inherited: Mapping[str, str], *, cuda_dev
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",  # tiny matmuls: two threads are ten times slower than one
             "SGLANG_USE_CPU_ENGINE": "1",
+            "THP_MEM_ALLOC_ENABLE": "1",  # torch: huge pages, of which new memory for weights is had sooner
             "TORCHDYNAMO_DISABLE": "1",  # else the first batch waits for a compiler
         }
     foreign = [f"{k}={v}" for k, v in inherited.items() if k.startswith(("SGLANG_", "SGL_")) and own.get(k) != v]

@@ -141,6 +141,8 @@ def trainer_environment(
         raise ConfigError(f"environment: {', '.join(foreign)}: changes results and is not in the recipe; unset it")
     own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     own |= {"CUDA_VISIBLE_DEVICES": cuda_devices, **interface_variables(network_interface)}
+    if device == "cpu":
+        own |= {"THP_MEM_ALLOC_ENABLE": "1"}  # as engine.server_environment
     if device == "cuda":
         own |= {
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core's overlap of tensor-parallel communication

@@ -17,6 +17,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Iterable, Iterator
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,6 +45,7 @@ class Received:
         self.is_from_disk = is_from_disk
         self.checksums = Checksums()
         self.twice: list[str] = []
+        self.buffer: Tensor | None = None
         self.unfilled: list[str] = []
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -81,6 +83,7 @@ def start(model: Any, *, is_from_disk: bool = False) -> None:
 def finish(model: Any) -> None:
     """Record which parameters were given nothing. Before SGLang packs them anew, which can replace them."""
     record = _records[model]
+    record.buffer = None
     marks = list(_marks(model))
     # One look at the device for all of them. float: isnan is not there for FP8.
     flags = [values.to(torch.float32).isnan().any() for _, values in marks]
@@ -110,6 +113,26 @@ def after_begin(_result: None, updater: Any) -> None:
 def before_end(updater: Any, **_options: Any) -> None:
     """Hooked before WeightUpdater.end_weight_update."""
     finish(updater.get_model())
+
+
+def receive_bucket(
+    updater: Any, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str
+) -> list[tuple[str, Tensor]]:
+    """Replaces WeightUpdater._receive_bucketed_weights_from_distributed: into one buffer, kept until the update ends.
+
+    Upstream allocates each bucket twice and anew; on a CPU the system's zeroing of that memory takes longer than the
+    broadcast. The tensors are views: load_weights copies them before the next bucket overwrites the buffer.
+    """
+    record = _records[updater.get_model()]
+    kinds: list[torch.dtype] = [getattr(torch, dtype) for dtype in dtypes]
+    sizes = [prod(shape) * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
+    if record.buffer is None or record.buffer.numel() < sum(sizes):
+        record.buffer = None  # before the next one is there
+        record.buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=updater.device)
+    flat = record.buffer[: sum(sizes)]
+    torch.distributed.broadcast(flat, src=0, group=updater._model_update_group[group_name])
+    pieces = zip(names, flat.split(sizes), kinds, shapes, strict=True)
+    return [(name, piece.view(kind).view(shape)) for name, piece, kind, shape in pieces]
 
 
 def around_disk(original: Callable[..., Any], updater: Any, *args: Any, **options: Any) -> Any:
@@ -153,6 +176,8 @@ def register() -> None:
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}.begin_weight_update", after_begin, HookType.AFTER)
     HookRegistry.register(f"{updater}.end_weight_update", before_end, HookType.BEFORE)
+    receive = f"{updater}._receive_bucketed_weights_from_distributed"
+    HookRegistry.register(receive, receive_bucket, HookType.REPLACE)
     HookRegistry.register(f"{updater}.update_weights_from_disk", around_disk, HookType.AROUND)
     HookRegistry.register("sglang.srt.utils.common.init_custom_process_group", with_time_limit, HookType.AROUND)
     loader = "sglang.srt.model_loader.loader.DefaultModelLoader"

@@ -119,7 +119,7 @@ class Targets:
 class BucketStream:
     """The buckets of one attempt: the next one is gathered and its checksums are taken while one is sent.
 
-    So rank 0 holds three buckets at most: the one gathered, the one sent, and the sent one's bytes in a row.
+    So rank 0 holds two buckets, and a third where it has to bring the bytes of the one sent in a row (FP8).
     """
 
     def __init__(self, buckets: Iterator[Bucket], seconds: dict[str, float]) -> None:
@@ -289,7 +289,7 @@ class Broadcast:
     async def _send(self, targets: Targets, bucket: Bucket, seconds: dict[str, float]) -> None:
         """One bucket as the bytes of its tensors, one after the other (SGLang's FlattenedTensorBucket)."""
         bucket = widest_first(bucket)
-        flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket])
+        flat = row_of_bytes([tensor for _, tensor in bucket])
         group = self._group
         start_s = sent_s = time.perf_counter()
 
@@ -357,6 +357,21 @@ def _listen(host: str, port: int, timeout: datetime.timedelta) -> dist.TCPStore:
 def widest_first(bucket: Bucket) -> Bucket:
     """The bucket in an order in which each tensor begins, in a row of bytes, at a multiple of its element's size."""
     return sorted(bucket, key=lambda item: -item[1].dtype.itemsize)
+
+
+def row_of_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of tensors one after the other: their own memory where they lie so, else a copy."""
+    first = tensors[0]
+    start = end = first.data_ptr()
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.data_ptr() != end:
+            return torch.cat([t.flatten().view(torch.uint8) for t in tensors])
+        end += tensor.nbytes
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():  # neighbours by chance
+        return torch.cat([t.flatten().view(torch.uint8) for t in tensors])
+    row = torch.empty(0, dtype=torch.uint8, device=first.device)
+    return row.set_(storage, start - storage.data_ptr(), (end - start,))  # type: ignore[call-overload]
 
 
 def in_daemon_thread(fn: Callable[[], T]) -> asyncio.Future[T]:

@@ -146,9 +146,7 @@ class Gatherer:
 
     def _gather(self, bucket: list[tuple[str, torch.dtype, Shape]]) -> list[tuple[str, Tensor]]:
         """Owners send their pieces to rank 0, rank by rank, in messages of many pieces."""
-        tensors: dict[str, Tensor] = {}
-        if self._rank == 0:
-            tensors = {name: torch.empty(shape, dtype=dtype, device=self._device) for name, dtype, shape in bucket}
+        tensors = _in_a_row(bucket, self._device) if self._rank == 0 else {}
         by_rank: dict[int, list[_Piece]] = {}
         for name, _, _ in bucket:
             for piece in self._pieces[name]:
@@ -176,6 +174,21 @@ class Gatherer:
         start = [a for a, _ in piece.part.box]
         inside = tuple((a - s, b - s) for (a, b), s in zip(piece.block.mcore_box, start, strict=True))
         return shard.boxed[slices(inside)].to(self._device, non_blocking=True)
+
+
+def _in_a_row(bucket: list[tuple[str, torch.dtype, Shape]], device: torch.device) -> dict[str, Tensor]:
+    """Uninitialised tensors in the bucket's order, in one piece of memory that a push can send as it is.
+
+    There the widest dtype comes first, so that each tensor is aligned (transports.widest_first).
+    """
+    num_bytes = sum(prod(shape) * dtype.itemsize for _, dtype, shape in bucket)
+    flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    tensors, start = {}, 0
+    for name, dtype, shape in sorted(bucket, key=lambda spec: -spec[1].itemsize):
+        stop = start + prod(shape) * dtype.itemsize
+        tensors[name] = flat[start:stop].view(dtype).view(shape)
+        start = stop
+    return {name: tensors[name] for name, _, _ in bucket}
 
 
 def _place(piece: _Piece, data: Tensor, tensors: dict[str, Tensor]) -> None:

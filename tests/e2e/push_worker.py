@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,6 +53,15 @@ def push_versions(rank: int, folder: Path, overrides: list[str], versions: list[
             assert fleet.wanting() == [] and fleet.weight_version == version
     weight_sync.close()
     return sent
+
+
+def fp8_stream(rank: int, overrides: list[str]) -> list[tuple[str, Tensor]]:
+    """On rank 0 what is pushed to servers that serve FP8, and before it the weights that it was made from."""
+    recipe, policy, _ = build([*EP2, *overrides])
+    recipe = replace(recipe, rollout=replace(recipe.rollout, serve_fp8=True))  # refused with device: cpu
+    weight_sync = WeightSync(policy, recipe, None)
+    pushed = [item for bucket in weight_sync._buckets() for item in bucket]
+    return [*hf_tensors(policy).items(), *pushed]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +117,8 @@ def push_with_fault(rank: int, folder: Path, overrides: list[str], fault: Fault)
                 os.kill(pid, signal.SIGCONT)
             time.sleep(2)
     if not outcome.error:
-        weight_sync.bring_up()
+        for _ in range(2):  # a server that was stopped may have to get through what it was asked first
+            weight_sync.bring_up()
         outcome.tensors = hf_tensors(policy)
         if fleet is not None:
             outcome.ready_in_the_end = tuple(server.name for server in fleet.ready())

@@ -1,13 +1,17 @@
 """Weight pushes to real servers: what they hold afterwards, and what becomes of one that fails."""
 
+import signal
+
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from gspo_megatron.engine import RolloutError
-from gspo_megatron.fleet import Server, announce
+from gspo_megatron.engine import Engine, RolloutError
+from gspo_megatron.fleet import Server, announce, read_restart_request
+from gspo_megatron.quantize import quantize_blockwise
 from gspo_megatron.weight_sync import check_received
 from tests.distributed.spawn import spawn
-from tests.e2e.push_worker import push_versions
+from tests.e2e.push_worker import Fault, fp8_stream, push_versions, push_with_fault
 from tests.e2e.test_sglang_server import as_served, call, make_prompts, push, rollout_with, sample, sha256_8
 
 
@@ -81,3 +85,44 @@ def test_server_that_has_half_of_the_weights_answers_nothing_that_is_taken(resto
     send(restored.url, dict(list(tensors.items())[: len(tensors) // 2]))
     with pytest.raises(RolloutError, match="log-prob"):
         sample(restored.url, make_prompts(2), rollout_with(recipe, max_retries=0), weight_version=9)
+
+
+def test_push_goes_on_with_the_others_when_a_server_is_killed_in_the_middle(
+    restored, recipe, model_dir, folder, tmp_path
+):
+    log_path = tmp_path / "victim.log"
+    victim = Engine.start(recipe, model_dir=model_dir, port=0, log_path=log_path, load_format="dummy")
+    try:
+        victim.wait_ready(timeout_s=180)
+        for name, url in (("server_0", restored.url), ("server_1", victim.url)):
+            announce(folder, Server(name=name, url=url, incarnation=0))
+        fault = Fault(moment="bucket", signal_number=signal.SIGKILL, pids=[victim.process.pid])
+        overrides = in_run(tmp_path, "cluster.probe_timeout_s=20")
+        outcome, other = spawn(push_with_fault, 2, folder, overrides, fault, timeout_s=150)
+        assert outcome.error == other.error == ""
+        assert outcome.ready == outcome.ready_in_the_end == ("server_0",)
+        assert outcome.rejected.startswith("server_1: ")
+        assert held(restored.url) == exported(outcome.tensors)
+        assert call(restored.url, "weight_version") == 1
+        assert read_restart_request(folder, Server(name="server_1", url=victim.url, incarnation=0))
+        sample(restored.url, make_prompts(2), recipe, weight_version=1)  # it is not paused
+    finally:
+        victim.stop()
+
+
+def test_fp8_servers_are_sent_freshly_quantised_weights_with_their_scales(tmp_path):
+    stream, _ = spawn(fp8_stream, 2, in_run(tmp_path), timeout_s=120)
+    count = next(i for i, (name, _) in enumerate(stream) if i and name == stream[0][0])
+    weights, pushed = dict(stream[:count]), dict(stream[count:])
+    scales = {name for name in pushed if name.endswith("_scale_inv")}
+    assert set(pushed) - scales == set(weights)
+    quantised = {name.removesuffix("_scale_inv") for name in scales}
+    assert "model.layers.2.mlp.experts.4.gate_proj.weight" in quantised
+    assert "model.layers.2.mlp.gate.weight" not in quantised
+    for name, weight in weights.items():
+        if name not in quantised:
+            assert torch.equal(pushed[name], weight)
+            continue
+        payload, scale_inv = quantize_blockwise(weight)
+        assert torch.equal(pushed[name].view(torch.uint8), payload.view(torch.uint8))
+        assert torch.equal(pushed[name + "_scale_inv"], scale_inv)

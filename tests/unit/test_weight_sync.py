@@ -12,7 +12,7 @@ import torch
 
 from gspo_megatron.engine import RolloutError
 from gspo_megatron.fleet import Server
-from gspo_megatron.transports import BucketStream, PushFailed, Targets, in_daemon_thread, widest_first
+from gspo_megatron.transports import BucketStream, PushFailed, Targets, in_daemon_thread, row_of_bytes, widest_first
 from gspo_megatron.weight_sync import check_received
 
 SERVERS = [Server(name=f"server_{i}", url=f"http://host:{i}", incarnation=0) for i in range(3)]
@@ -165,6 +165,19 @@ def test_every_tensor_of_a_bucket_begins_at_a_multiple_of_its_element():
         assert start % tensor.itemsize == 0
         start += tensor.nbytes
     assert [name for name, _ in widest_first(bucket)] == ["c", "b", "d", "a"]
+
+
+def test_bytes_are_sent_from_where_they_lie_if_they_lie_in_a_row():
+    whole = torch.arange(24, dtype=torch.float32)
+    parts = [whole[2:5], whole[5:6].view(1, 1), whole[6:10].view(2, 2)]
+    row = row_of_bytes(parts)
+    assert row.data_ptr() == parts[0].data_ptr()
+    assert torch.equal(row.view(torch.float32), whole[2:10])
+    for others in ([whole[2:5], whole[6:7]], [whole[5:6], whole[2:5]], [whole[:8].view(2, 4).t(), whole[8:9]]):
+        copy = row_of_bytes(others)
+        assert torch.equal(copy.view(torch.float32), torch.cat([t.flatten() for t in others]))
+        copy.zero_()
+        assert whole[1] == 1.0 and whole[23] == 23.0
 
 
 SENT = {"a": "01", "b": "02", "c": "03"}
