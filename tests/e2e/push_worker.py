@@ -61,7 +61,8 @@ def fp8_stream(rank: int, overrides: list[str]) -> list[tuple[str, Tensor]]:
     recipe = replace(recipe, rollout=replace(recipe.rollout, serve_fp8=True))  # refused with device: cpu
     weight_sync = WeightSync(policy, recipe, None)
     pushed = [item for bucket in weight_sync._buckets() for item in bucket]
-    return [*hf_tensors(policy).items(), *pushed]
+    # Copies: torch cannot send what is a view of bytes.
+    return [(name, tensor.clone()) for name, tensor in [*hf_tensors(policy).items(), *pushed]]
 
 
 @dataclass(frozen=True, kw_only=True)
