@@ -56,13 +56,14 @@ def push_versions(rank: int, folder: Path, overrides: list[str], versions: list[
 
 
 def fp8_stream(rank: int, overrides: list[str]) -> list[tuple[str, Tensor]]:
-    """On rank 0 what is pushed to servers that serve FP8, and before it the weights that it was made from."""
+    """On rank 0 what is pushed to servers that serve FP8, payloads as bytes, after the weights it is made of."""
     recipe, policy, _ = build([*EP2, *overrides])
     recipe = replace(recipe, rollout=replace(recipe.rollout, serve_fp8=True))  # refused with device: cpu
     weight_sync = WeightSync(policy, recipe, None)
     pushed = [item for bucket in weight_sync._buckets() for item in bucket]
-    # Copies: torch cannot send what is a view of bytes.
-    return [(name, tensor.clone()) for name, tensor in [*hf_tensors(policy).items(), *pushed]]
+    # torch cannot send FP8 between processes, nor views of bytes.
+    pushed = [(name, t.view(torch.uint8) if t.itemsize == 1 else t) for name, t in pushed]
+    return [(name, t.clone()) for name, t in [*hf_tensors(policy).items(), *pushed]]
 
 
 @dataclass(frozen=True, kw_only=True)
