@@ -58,7 +58,7 @@ class Colocated:
         self._policy, self._offload, self._fleet = policy, offload, fleet
         cluster = recipe.cluster
         self._timeout_s = cluster.probe_timeout_s
-        self._return_limit_s = min(cluster.start_timeout_s + cluster.probe_timeout_s, cluster.collective_timeout_s)
+        self._return_limit_s = min(recipe.return_limit_s, cluster.collective_timeout_s)
         servers = [] if fleet is None else fleet.hold_devices()
         self._names = {server.name for server in servers}
         self._asleep: dict[Server, set[str]] = {server: set(ALL_MEMORY) for server in servers}

@@ -357,6 +357,11 @@ class Recipe:
         ranks wait in a collective meanwhile."""
         return min(self.cluster.probe_timeout_s, self.cluster.collective_timeout_s / 2)
 
+    @property
+    def return_limit_s(self) -> float:
+        """Longest wait for a lost server to come back: until its loss is noticed, and until it answers again."""
+        return self.cluster.start_timeout_s + self.cluster.probe_timeout_s
+
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override and check a recipe.

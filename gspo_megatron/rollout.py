@@ -103,7 +103,7 @@ class Client:
         self.events: Counter[str] = Counter()
         self.may_wait = True
         self._fleet, self._cfg, self._vocabulary = fleet, recipe.rollout, vocabulary
-        self._wait_s = recipe.cluster.start_timeout_s + recipe.cluster.probe_timeout_s
+        self._wait_s = recipe.return_limit_s
         self._turns = None if recipe.rollout.multi_turn is None else TurnTaker(recipe.rollout, vocabulary)
         self._open: dict[Server, dict[asyncio.Task[Any], int]] = {}
         self._failures_in_a_row: Counter[Server] = Counter()

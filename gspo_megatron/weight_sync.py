@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BUCKET_BYTES = 512 * 2**20
-"""Bytes of one bucket, or the largest tensor: rank 0 holds three, a server two beside its weights."""
+"""Bytes of one bucket, or the largest tensor: rank 0 holds two (three with FP8), a server one beside its weights."""
 PAUSE_LIMIT_S = 15.0
 """A server that is asked to pause answers between two batches."""
 TICK_S = 5.0
@@ -63,7 +63,7 @@ class WeightSync:
         cluster = recipe.cluster
         self._limit_s = recipe.push_limit_s
         self._pause_limit_s = min(self._limit_s, PAUSE_LIMIT_S)
-        self._wait_s = cluster.start_timeout_s + cluster.probe_timeout_s
+        self._wait_s = recipe.return_limit_s
         self._pause_mode, self._flush_cache = recipe.rollout.pause_mode, recipe.rollout.flush_cache
         shards = policy.shards() if colocated is None else colocated.shards()
         self._gatherer = Gatherer(shards, policy.ops, device=policy.parallel.device)
