@@ -22,15 +22,15 @@ import logging
 import math
 import os
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.config import ConfigError, RolloutConfig
 from gspo_megatron.engine import RolloutError
+from gspo_megatron.threads import in_daemon_thread
 from gspo_megatron.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -182,7 +182,9 @@ class TurnTaker:
     async def _ask(self, prompt: Prompt, turns: Sequence[Turn], where: str) -> Reply:
         """The function's reply, within its time limit."""
         async with self._calls:
-            call = asyncio.wrap_future(_in_thread(self._function, prompt, tuple(turns)))
+            call = in_daemon_thread(
+                partial(_outcome, self._function, prompt, tuple(turns)), name="rollout.multi_turn"
+            )
             try:
                 reply, error = await asyncio.wait_for(call, self._cfg.turn_timeout_s)
             except TimeoutError as late:
@@ -244,20 +246,9 @@ class _Record:
         )
 
 
-def _in_thread(
-    function: TurnFunction, prompt: Prompt, turns: tuple[Turn, ...]
-) -> Future[tuple[Any, BaseException | None]]:
-    """What it returned and what it raised. In a daemon thread: a call that never ends keeps nothing from ending."""
-    future: Future[tuple[Any, BaseException | None]] = Future()
-
-    def call() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            outcome: tuple[Any, BaseException | None] = function(prompt, turns), None
-        except BaseException as error:  # as a result: an asyncio future takes no StopIteration
-            outcome = None, error
-        future.set_result(outcome)
-
-    threading.Thread(target=call, name="rollout.multi_turn", daemon=True).start()
-    return future
+def _outcome(function: TurnFunction, prompt: Prompt, turns: tuple[Turn, ...]) -> tuple[Any, BaseException | None]:
+    """What it returned and what it raised: as a result, since an asyncio future takes no StopIteration."""
+    try:
+        return function(prompt, turns), None
+    except BaseException as error:  # whatever it is, it is reported with prompt and turn
+        return None, error

@@ -33,6 +33,7 @@ from gspo_megatron.convert.hf_io import write_hf_dir
 from gspo_megatron.convert.safetensors_io import TensorSpec
 from gspo_megatron.engine import RolloutError, ServerClient
 from gspo_megatron.fleet import Server
+from gspo_megatron.threads import in_daemon_thread
 
 T = TypeVar("T")
 Bucket = list[tuple[str, Tensor]]
@@ -372,33 +373,6 @@ def row_of_bytes(tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([t.flatten().view(torch.uint8) for t in tensors])
     row = torch.empty(0, dtype=torch.uint8, device=first.device)
     return row.set_(storage, start - storage.data_ptr(), (end - start,))  # type: ignore[call-overload]
-
-
-def in_daemon_thread(fn: Callable[[], T]) -> asyncio.Future[T]:
-    """Run a blocking function; unlike asyncio's own threads it is not waited for when the loop or the process ends."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def report(result: T | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-            done.exception()  # nobody may be left to ask: an earlier error ended the push
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
-
-    def body() -> None:
-        result, failure = None, None
-        try:
-            result = fn()
-        except BaseException as error:  # whoever awaits the future raises it, whatever it is
-            failure = error
-        if not loop.is_closed():  # closed: another call has failed, and nobody waits for this one
-            loop.call_soon_threadsafe(report, result, failure)
-
-    threading.Thread(target=body, daemon=True).start()
-    return done
 
 
 class Disk:

@@ -12,7 +12,8 @@ import torch
 
 from gspo_megatron.engine import RolloutError
 from gspo_megatron.fleet import Server
-from gspo_megatron.transports import BucketStream, PushFailed, Targets, in_daemon_thread, row_of_bytes, widest_first
+from gspo_megatron.threads import in_daemon_thread
+from gspo_megatron.transports import BucketStream, PushFailed, Targets, row_of_bytes, widest_first
 from gspo_megatron.weight_sync import check_received
 
 SERVERS = [Server(name=f"server_{i}", url=f"http://host:{i}", incarnation=0) for i in range(3)]
