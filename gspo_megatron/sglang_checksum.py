@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.checksum import Checksums
+from gspo_megatron.convert.shards import runs
 from gspo_megatron.sglang_cpu import LIMIT_VARIABLE
 
 ACTION = "received"
@@ -115,9 +116,22 @@ def before_end(updater: Any, **_options: Any) -> None:
     finish(updater.get_model())
 
 
+class Arriving:
+    """The tensors of a bucket, each as soon as it is there, so that one is loaded while the next ones arrive."""
+
+    def __init__(self, messages: Iterable[tuple[Any, list[tuple[str, Tensor]]]]) -> None:
+        """Of the work to wait for and the tensors that are there then."""
+        self._messages = list(messages)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for work, tensors in self._messages:
+            work.wait()
+            yield from tensors
+
+
 def receive_bucket(
     updater: Any, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str
-) -> list[tuple[str, Tensor]]:
+) -> Arriving:
     """Replaces WeightUpdater._receive_bucketed_weights_from_distributed: into one buffer, kept until the update ends.
 
     Upstream allocates each bucket twice and anew; on a CPU the system's zeroing of that memory takes longer than the
@@ -129,10 +143,19 @@ def receive_bucket(
     if record.buffer is None or record.buffer.numel() < sum(sizes):
         record.buffer = None  # before the next one is there
         record.buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=updater.device)
-    flat = record.buffer[: sum(sizes)]
-    torch.distributed.broadcast(flat, src=0, group=updater._model_update_group[group_name])
-    pieces = zip(names, flat.split(sizes), kinds, shapes, strict=True)
-    return [(name, piece.view(kind).view(shape)) for name, piece, kind, shape in pieces]
+    pieces = record.buffer[: sum(sizes)].split(sizes)
+    tensors = [
+        (name, piece.view(kind).view(shape))
+        for name, piece, kind, shape in zip(names, pieces, kinds, shapes, strict=True)
+    ]
+    group = updater._model_update_group[group_name]
+
+    def receive(run: range) -> Any:
+        start, stop = sum(sizes[: run.start]), sum(sizes[: run.stop])
+        assert record.buffer is not None
+        return torch.distributed.broadcast(record.buffer[start:stop], src=0, group=group, async_op=True)
+
+    return Arriving([(receive(run), tensors[run.start : run.stop]) for run in runs(sizes, record.buffer.device)])
 
 
 def around_disk(original: Callable[..., Any], updater: Any, *args: Any, **options: Any) -> Any:

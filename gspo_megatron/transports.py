@@ -31,6 +31,7 @@ from gspo_megatron.checksum import Checksums
 from gspo_megatron.config import Recipe
 from gspo_megatron.convert.hf_io import write_hf_dir
 from gspo_megatron.convert.safetensors_io import TensorSpec
+from gspo_megatron.convert.shards import runs
 from gspo_megatron.engine import RolloutError, ServerClient
 from gspo_megatron.fleet import Server
 from gspo_megatron.threads import in_daemon_thread
@@ -288,21 +289,27 @@ class Broadcast:
         self._servers, self._group = targets.servers, joined[0]
 
     async def _send(self, targets: Targets, bucket: Bucket, seconds: dict[str, float]) -> None:
-        """One bucket as the bytes of its tensors, one after the other (SGLang's FlattenedTensorBucket)."""
+        """One bucket as the bytes of its tensors, one after the other (SGLang's FlattenedTensorBucket).
+
+        In as many broadcasts as sglang_checksum.receive_bucket expects.
+        """
         bucket = widest_first(bucket)
-        flat = row_of_bytes([tensor for _, tensor in bucket])
+        tensors = [tensor for _, tensor in bucket]
+        messages = runs([tensor.nbytes for tensor in tensors], tensors[0].device)
+        rows = [row_of_bytes(tensors[run.start : run.stop]) for run in messages]
         group = self._group
         start_s = sent_s = time.perf_counter()
 
         def broadcast() -> None:
             nonlocal sent_s
-            work = dist.broadcast(flat, src=0, group=group, async_op=True)
-            if self._backend == "gloo":
-                work.wait()  # no longer than the group's time limit
-            while not work.is_completed():
-                if time.perf_counter() > start_s + self._limit_s:
-                    raise TimeoutError(f"broadcast took more than {self._limit_s:g} s")
-                time.sleep(0.0005)
+            works = [dist.broadcast(row, src=0, group=group, async_op=True) for row in rows]
+            for work in works:
+                if self._backend == "gloo":
+                    work.wait()  # no longer than the group's time limit
+                while not work.is_completed():
+                    if time.perf_counter() > start_s + self._limit_s:
+                        raise TimeoutError(f"broadcast took more than {self._limit_s:g} s")
+                    time.sleep(0.0005)
             sent_s = time.perf_counter()
 
         async def receive(server: ServerClient, _place: int) -> None:

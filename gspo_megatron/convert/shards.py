@@ -6,6 +6,7 @@ layout needs code of its own.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -18,7 +19,11 @@ from torch import Tensor
 from gspo_megatron.convert.ops import Block, Box, Shape, TensorMap, mcore_problems, raise_problems, slices
 
 MESSAGE_BYTES = 32 * 2**20
-"""Of one point-to-point message; what rank 0 holds beside the bucket that it assembles."""
+"""Of one point-to-point message, at most."""
+ALONE_BYTES = 32 * 2**10
+"""From this size on a tensor, or a piece of one, is a message of its own on a CPU."""
+MESSAGES_AHEAD = 4
+"""That are on their way at once; what rank 0 holds beside the bucket that it assembles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +95,32 @@ class _Piece:
         return prod(self.block.size) * self.part.dtype.itemsize
 
 
+def is_sent_alone(num_bytes: int, device: torch.device) -> bool:
+    """Whether so many bytes are a message of their own, from where they lie to where they belong.
+
+    A CPU takes as long to copy as to send; a GPU copies fast, and there it is the messages that are to be few.
+    """
+    return device.type == "cpu" and num_bytes >= ALONE_BYTES
+
+
+def runs(sizes: Sequence[int], device: torch.device) -> Iterator[range]:
+    """Which tensors of a bucket go to the servers in one message; both sides ask this.
+
+    Args:
+        sizes: bytes of each, in order.
+        device: of the tensors.
+    """
+    start = 0
+    for i, size in enumerate(sizes):
+        if is_sent_alone(size, device):
+            if start < i:
+                yield range(start, i)
+            yield range(i, i + 1)
+            start = i + 1
+    if start < len(sizes):
+        yield range(start, len(sizes))
+
+
 class Gatherer:
     """Brings whole Hugging Face tensors to rank 0, a bucket at a time, in the table's order.
 
@@ -115,13 +146,17 @@ class Gatherer:
         for name, part in (item for rank_items in everyone for item in rank_items):
             parts.setdefault(name, []).append(part)
         _check_cover(table, parts)
-        self._pieces: dict[str, list[_Piece]] = {name: [] for op in table for name in op.hf_shapes}
+        shapes = {name: shape for op in table for name, shape in op.hf_shapes.items()}
+        self._pieces: dict[str, list[_Piece]] = {name: [] for name in shapes}
+        self._whole: dict[str, _Piece] = {}
         for op in table:
             for part in parts[op.mcore_name]:
                 for block in op.blocks_within(part.box):
+                    name = block.hf_name
+                    if part.rank == 0 and prod(block.size) == prod(shapes[name]):
+                        self._whole[name] = _Piece(part, op.mcore_name, block)
                     bands = _row_bands(block, MESSAGE_BYTES // part.dtype.itemsize)
-                    self._pieces[block.hf_name] += [_Piece(part, op.mcore_name, band) for band in bands]
-        shapes = {name: shape for op in table for name, shape in op.hf_shapes.items()}
+                    self._pieces[name] += [_Piece(part, op.mcore_name, band) for band in bands]
         self.specs = [(name, pieces[0].part.dtype, shapes[name]) for name, pieces in self._pieces.items()]
         """(hf_name, dtype, shape) of every tensor, in order."""
         self._device = device or next((s.data.device for s in self._own.values()), torch.device("cpu"))
@@ -129,45 +164,105 @@ class Gatherer:
     def buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield lists of (hf_name, tensor) on rank 0; other ranks yield empty ones. Collective: exhaust it.
 
+        The tensors are for reading, and until the list after the next is asked for: that one takes their memory. A
+        tensor that lies whole on rank 0 is not copied.
+
         Args:
-            max_bytes: of one list's tensors; a larger tensor is a list of its own. Rank 0 holds one list and one
-                message, the others one message.
+            max_bytes: of one list's tensors; a larger tensor is a list of its own. Rank 0 holds two lists and
+                MESSAGES_AHEAD messages, the others these messages.
         """
         bucket: list[tuple[str, torch.dtype, Shape]] = []
         held_bytes = 0
+        rows = deque([torch.empty(0, dtype=torch.uint8, device=self._device)] * 2)
         for spec in self.specs:
             size = prod(spec[2]) * spec[1].itemsize
             if bucket and held_bytes + size > max_bytes:
-                yield self._gather(bucket)
+                yield self._gather(bucket, rows)
                 bucket, held_bytes = [], 0
             bucket.append(spec)
             held_bytes += size
-        yield self._gather(bucket)
+        yield self._gather(bucket, rows)
 
-    def _gather(self, bucket: list[tuple[str, torch.dtype, Shape]]) -> list[tuple[str, Tensor]]:
-        """Owners send their pieces to rank 0, rank by rank, in messages of many pieces."""
-        tensors = _in_a_row(bucket, self._device) if self._rank == 0 else {}
+    def _gather(
+        self, bucket: list[tuple[str, torch.dtype, Shape]], rows: deque[Tensor]
+    ) -> list[tuple[str, Tensor]]:
+        """Owners send their pieces to rank 0, rank by rank, in messages."""
+        is_first = self._rank == 0
+        whole, assembled = {}, {}
+        if is_first:
+            whole = {name: self._in_hf(self._whole[name]).contiguous() for name, _, _ in bucket if name in self._whole}
+            assembled = _in_a_row([spec for spec in bucket if spec[0] not in whole], rows)
         by_rank: dict[int, list[_Piece]] = {}
         for name, _, _ in bucket:
-            for piece in self._pieces[name]:
+            for piece in self._pieces[name] if name not in self._whole else []:
                 by_rank.setdefault(piece.part.rank, []).append(piece)
         for owner in sorted(by_rank):
-            for message in _messages(by_rank[owner]):
-                if owner == 0 == self._rank:
-                    for piece in message:
-                        _place(piece, self._data_of(piece), tensors)
-                elif owner == self._rank:
-                    flat = torch.cat([self._data_of(p).contiguous().flatten().view(torch.uint8) for p in message])
-                    dist.send(flat, dst=0)
-                elif self._rank == 0:
-                    self._receive(owner, message, tensors)
-        return list(tensors.items())
+            messages = self._messages(by_rank[owner])
+            if owner == 0 == self._rank:
+                for piece in by_rank[owner]:
+                    _place_of(piece, assembled).copy_(self._in_hf(piece))
+            elif owner == self._rank:
+                self._send(messages)
+            elif is_first:
+                self._receive(owner, messages, assembled)
+        return [(name, whole[name] if name in whole else assembled[name]) for name, _, _ in bucket] if is_first else []
 
-    def _receive(self, owner: int, message: list[_Piece], tensors: dict[str, Tensor]) -> None:
-        flat = torch.empty(sum(p.num_bytes for p in message), dtype=torch.uint8, device=self._device)
-        dist.recv(flat, src=owner)
-        for piece, data in zip(message, flat.split([p.num_bytes for p in message]), strict=True):
-            _place(piece, data.view(piece.part.dtype).view(piece.block.size), tensors)
+    def _send(self, messages: Iterator[list[_Piece]]) -> None:
+        under_way: deque[tuple[Any, Tensor]] = deque()
+        for message in messages:
+            parts = [self._in_hf(piece).contiguous().flatten().view(torch.uint8) for piece in message]
+            flat = torch.cat(parts) if len(parts) > 1 else parts[0]
+            under_way.append((dist.isend(flat, dst=0), flat))
+            if len(under_way) == MESSAGES_AHEAD:
+                under_way.popleft()[0].wait()
+        while under_way:
+            under_way.popleft()[0].wait()
+
+    def _receive(self, owner: int, messages: Iterator[list[_Piece]], tensors: dict[str, Tensor]) -> None:
+        under_way: deque[tuple[Any, Tensor, list[_Piece]]] = deque()
+
+        def finish_one() -> None:
+            work, flat, message = under_way.popleft()
+            work.wait()
+            for piece, data in zip(message, flat.split([p.num_bytes for p in message]), strict=True):
+                place = _place_of(piece, tensors)
+                if place.data_ptr() != data.data_ptr():
+                    place.copy_(data.view(place.dtype).view(place.shape))
+
+        for message in messages:
+            place = _place_of(message[0], tensors)
+            if len(message) == 1 and place.is_contiguous():
+                flat = place.flatten().view(torch.uint8)
+            else:
+                flat = torch.empty(sum(p.num_bytes for p in message), dtype=torch.uint8, device=self._device)
+            under_way.append((dist.irecv(flat, src=owner), flat, message))
+            if len(under_way) == MESSAGES_AHEAD:
+                finish_one()
+        while under_way:
+            finish_one()
+
+    def _messages(self, pieces: list[_Piece]) -> Iterator[list[_Piece]]:
+        """Pieces that are sent alone, and runs of others of one dtype of at most MESSAGE_BYTES."""
+        run: list[_Piece] = []
+        for piece in pieces:
+            is_alone = is_sent_alone(piece.num_bytes, self._device)
+            if run and (
+                is_alone
+                or piece.part.dtype != run[0].part.dtype
+                or sum(p.num_bytes for p in run) + piece.num_bytes > MESSAGE_BYTES
+            ):
+                yield run
+                run = []
+            if is_alone:
+                yield [piece]
+            else:
+                run.append(piece)
+        if run:
+            yield run
+
+    def _in_hf(self, piece: _Piece) -> Tensor:
+        """Of this rank, in the Hugging Face box's shape, on the device: a view of the shard where possible."""
+        return piece.block.to_hf(self._data_of(piece))
 
     def _data_of(self, piece: _Piece) -> Tensor:
         shard = self._own[piece.mcore_name, piece.part.box]
@@ -176,38 +271,28 @@ class Gatherer:
         return shard.boxed[slices(inside)].to(self._device, non_blocking=True)
 
 
-def _in_a_row(bucket: list[tuple[str, torch.dtype, Shape]], device: torch.device) -> dict[str, Tensor]:
-    """Uninitialised tensors in the bucket's order, in one piece of memory that a push can send as it is.
+def _in_a_row(bucket: list[tuple[str, torch.dtype, Shape]], rows: deque[Tensor]) -> dict[str, Tensor]:
+    """Uninitialised tensors in the memory of rows[0], which grows as needed and goes to the end.
 
-    There the widest dtype comes first, so that each tensor is aligned (transports.widest_first).
+    The widest dtype comes first, so that each tensor is aligned.
     """
     num_bytes = sum(prod(shape) * dtype.itemsize for _, dtype, shape in bucket)
-    flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    row = rows.popleft()
+    if row.numel() < num_bytes:
+        device = row.device
+        del row  # before the next one is there
+        row = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    rows.append(row)
     tensors, start = {}, 0
     for name, dtype, shape in sorted(bucket, key=lambda spec: -spec[1].itemsize):
         stop = start + prod(shape) * dtype.itemsize
-        tensors[name] = flat[start:stop].view(dtype).view(shape)
+        tensors[name] = row[start:stop].view(dtype).view(shape)
         start = stop
-    return {name: tensors[name] for name, _, _ in bucket}
+    return tensors
 
 
-def _place(piece: _Piece, data: Tensor, tensors: dict[str, Tensor]) -> None:
-    tensors[piece.block.hf_name][slices(piece.block.hf_box)] = piece.block.to_hf(data)
-
-
-def _messages(pieces: list[_Piece]) -> Iterator[list[_Piece]]:
-    """Runs of one dtype of at most MESSAGE_BYTES."""
-    message: list[_Piece] = []
-    for piece in pieces:
-        if message and (
-            piece.part.dtype != message[0].part.dtype
-            or sum(p.num_bytes for p in message) + piece.num_bytes > MESSAGE_BYTES
-        ):
-            yield message
-            message = []
-        message.append(piece)
-    if message:
-        yield message
+def _place_of(piece: _Piece, tensors: dict[str, Tensor]) -> Tensor:
+    return tensors[piece.block.hf_name][slices(piece.block.hf_box)]
 
 
 def _row_bands(block: Block, max_elements: int) -> Iterator[Block]:

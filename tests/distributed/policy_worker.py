@@ -72,7 +72,7 @@ def hf_tensors(policy: Any) -> dict[str, Tensor]:
     from gspo_megatron.convert.shards import Gatherer
 
     buckets = Gatherer(policy.shards(), policy.ops).buckets(100_000)
-    return {name: tensor for bucket in buckets for name, tensor in bucket}
+    return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
 
 
 def hf_view_of(policy: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -83,8 +83,9 @@ def write_all(rank: int, folder: Path) -> dict[str, Any]:
     return results
 
 
-def count_elements(rank: int, folder: Path, layout: list[str]) -> tuple[int, int, list[int]]:
-    """What this rank reads of a directory; what it has of the vocabulary and all else; bytes of its buckets."""
+def count_elements(rank: int, folder: Path, layout: list[str]) -> tuple[int, int, list[int], list[str]]:
+    """What this rank reads of a directory; what it has of the vocabulary and all else; bytes of its buckets; tensors
+    of a bucket that are others when the next one has been gathered."""
     _, policy, _ = build([f"model.hf_dir={folder / 'model'}", *layout])
     from gspo_megatron.convert.ops import extent
     from gspo_megatron.convert.shards import Gatherer, load_shards
@@ -98,8 +99,13 @@ def count_elements(rank: int, folder: Path, layout: list[str]) -> tuple[int, int
     load_shards(policy.shards(), policy.ops, read_box)
     has_padding = "sequence_parallel=true" in " ".join(layout) and rank == 1
     owned = sum(p.numel() for _, p in policy.parameters()) - has_padding * 2 * 96  # a row of embedding and head
-    buckets = Gatherer(policy.shards(), policy.ops).buckets(BUCKET_BYTES)
-    return read[0], owned, [sum(t.nbytes for _, t in bucket) for bucket in buckets]
+    sizes, changed = [], []
+    before: list[tuple[str, Tensor, Tensor]] = []
+    for bucket in Gatherer(policy.shards(), policy.ops).buckets(BUCKET_BYTES):
+        sizes.append(sum(t.nbytes for _, t in bucket))
+        changed += [name for name, tensor, copy in before if not torch.equal(tensor, copy)]
+        before = [(name, tensor, tensor.clone()) for name, tensor in bucket]
+    return read[0], owned, sizes, changed
 
 
 def load_all(rank: int, folder: Path, layout: list[str]) -> dict[str, Any]:
@@ -179,8 +185,9 @@ def test_gathered_weights_are_those_loaded(written: list[dict[str, Any]], want: 
 @pytest.mark.parametrize("layout", [EP2, TP2_ETP2], ids=["ep2", "tp2_sp_etp2"])
 def test_rank_reads_what_it_owns_and_rank_0_holds_a_bucket(written: Any, folder: Path, layout: list[str]) -> None:
     ranks = spawn(count_elements, 2, folder, layout, timeout_s=120)
-    for read, owned, _ in ranks:
+    for read, owned, _, changed in ranks:
         assert read == owned
+        assert changed == []
     sizes = ranks[0][2]
     assert max(sizes) <= BUCKET_BYTES and len(sizes) > 10
     assert set(ranks[1][2]) == {0} and len(ranks[1][2]) == len(sizes), "the others take part and hold nothing"

@@ -82,7 +82,7 @@ def train(overrides: tuple[str, ...], *, is_leaving: bool) -> dict[str, Any]:
         found["away"].append(sum(t.untyped_storage().nbytes() for t in all_tensors()))
         modules = [m for chunk in policy.chunks for m in chunk.modules() if isinstance(m, MoELayer)]
         found["routes"] = [m.token_dispatcher.probs for m in modules]
-        from_host = {name: tensor for bucket in gatherer.buckets(100_000) for name, tensor in bucket}
+        from_host = {name: tensor.clone() for bucket in gatherer.buckets(100_000) for name, tensor in bucket}
         offload.to_device()
         live = hf_tensors(policy)
         assert live.keys() == from_host.keys()
