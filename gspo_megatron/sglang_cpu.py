@@ -187,6 +187,16 @@ def sample_whole_rows_by_token_id(
     return by_token_id.to(ids.dtype).where(is_whole, ids)
 
 
+def sleep_while_paused(scheduler: Any) -> None:
+    """Let a paused server wait for its next message; hooked before Scheduler.ingest_requests.
+
+    Upstream sleeps when it is idle (sleep_on_idle), but asks without end while it is paused: on a machine that the
+    trainer shares, that takes a core from the weight push that it is paused for.
+    """
+    if scheduler._engine_paused:
+        scheduler.maybe_sleep_on_idle()
+
+
 def _nothing_to_do(*args: object, **kwargs: object) -> None:
     """For calls that only order or speed up work of a GPU."""
 
@@ -224,6 +234,9 @@ def _register_cpu_replacements() -> None:
         "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
         sample_whole_rows_by_token_id,
         HookType.AROUND,
+    )
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.ingest_requests", sleep_while_paused, HookType.BEFORE
     )
     # sglang/srt/utils/weight_checker.py waits for the GPU before it hashes the weights (/weights_checker).
     HookRegistry.register("torch.cuda.synchronize", _nothing_to_do, HookType.REPLACE)

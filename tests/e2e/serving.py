@@ -11,6 +11,7 @@ from pathlib import Path
 import aiohttp
 import torch
 
+from gspo_megatron.convert.shards import runs
 from gspo_megatron.engine import ServerClient, post, take_port
 from gspo_megatron.fleet import Fleet, Server, announce
 from gspo_megatron.rollout import Client, Vocabulary, sampling_seed
@@ -153,8 +154,9 @@ async def push_weights(url, state, *, weight_version, mode="retract", flush=True
                     load_format="flattened_bucket",
                 )
             )
-            flat = FlattenedTensorBucket(named_tensors=bucket).get_flattened_tensor()
-            await asyncio.to_thread(torch.distributed.broadcast, flat, src=0, group=group)
+            for run in runs([t.nbytes for _, t in bucket], torch.device("cpu")):
+                flat = FlattenedTensorBucket(named_tensors=bucket[run.start : run.stop]).get_flattened_tensor()
+                await asyncio.to_thread(torch.distributed.broadcast, flat, src=0, group=group)
             await received
         await server.end_weight_update()
         if flush:
