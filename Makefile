@@ -28,10 +28,13 @@ test: env
 soak: env .venv/soak/.installed
 	$(PYTEST) -m soak $(ARGS)
 
-bench: env
+bench: env .venv/soak/.installed
 	$(BIN)/python tools/bench/loss.py
 	$(BIN)/python tools/bench/logprobs.py $(ARGS)
 	$(BIN)/python tools/bench/convert.py
+	$(BIN)/python tools/bench/push.py
+	$(BIN)/python tools/bench/rollout.py
+	$(BIN)/python tools/bench/async_step.py
 
 lint: env
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ client as a run uses it, with the members of a group in one request.
 import argparse
 import asyncio
 import json
+import os
 import random
 import shutil
 import statistics
@@ -27,12 +28,19 @@ from gspo_megatron.engine import Engine
 from gspo_megatron.fleet import Fleet, Server, announce
 from gspo_megatron.prompts import load_tokenizer
 from gspo_megatron.rollout import Client, Vocabulary
+from gspo_megatron.sglang_cpu import DEVICE_VARIABLE
 from gspo_megatron.types import Prompt
 
+ROOT = Path(__file__).parents[2]
 LIMIT = 0.95
 CONCURRENCY = 256
 NUM_RESPONSES, GROUP_SIZE = 2048, 8
 PROMPT_TOKENS, RESPONSE_TOKENS = 32, 64
+START_BENCHMARK = """
+import runpy
+import gspo_megatron.sglang_cpu  # lets what SGLang imports for images be imported
+runpy.run_module("sglang.benchmark.serving", run_name="__main__", alter_sys=True)
+"""
 SERVER = [
     f"rollout.sglang.max_total_tokens={2 * CONCURRENCY * (PROMPT_TOKENS + RESPONSE_TOKENS)}",
     f"rollout.sglang.max_running_requests={CONCURRENCY}",
@@ -42,7 +50,7 @@ SERVER = [
 def main() -> int:
     """Print the table; 1 if the client is below the limit."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, default=Path("recipes/gspo-tiny-moe-cpu.yaml"), help="a recipe for CPU")
+    parser.add_argument("--config", type=Path, default=ROOT / "recipes" / "gspo-tiny-moe-cpu.yaml", help="a recipe for CPU")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     recipe = load_recipe(args.config, SERVER)
@@ -66,7 +74,7 @@ def main() -> int:
         ratio = medians[name] / medians[names[0]]
         limit = f"{LIMIT}" if name == names[1] else ""
         table.add_row(name, " ".join(f"{v:.0f}" for v in values), f"{medians[name]:.0f}", f"{ratio:.2f}", limit)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
     return int(medians[names[1]] < LIMIT * medians[names[0]])
 
 
@@ -95,9 +103,10 @@ def benchmark(url: str, model_dir: Path, result_path: Path) -> float:
         "output-file": result_path,
     }
     flags = ["--disable-stream", "--return-logprob", "--tokenize-prompt", "--flush-cache", "--disable-tqdm"]
-    command = [sys.executable, "-m", "sglang.benchmark.serving", *flags]
+    command = [sys.executable, "-c", START_BENCHMARK, *flags]
     command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    done = subprocess.run(command, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / '.venv' / 'soak'}", DEVICE_VARIABLE: "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"sglang.benchmark.serving ended with status {done.returncode}:\n{done.stderr[-2000:]}")
     result = json.loads(result_path.read_text())
