@@ -42,11 +42,10 @@ TWICE = "received twice"
 class Received:
     """The record of one update of one model."""
 
-    def __init__(self, *, is_from_disk: bool) -> None:
-        self.is_from_disk = is_from_disk
+    def __init__(self, *, is_from_disk: bool, buffer: Tensor | None) -> None:
+        self.is_from_disk, self.buffer = is_from_disk, buffer
         self.checksums = Checksums()
         self.twice: list[str] = []
-        self.buffer: Tensor | None = None
         self.unfilled: list[str] = []
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -76,7 +75,8 @@ def start(model: Any, *, is_from_disk: bool = False) -> None:
             return load_weights(_records[model].watch(weights), *args, **kwargs)
 
         model.load_weights = watched
-    _records[model] = Received(is_from_disk=is_from_disk)
+    buffer = _records[model].buffer if model in _records else None
+    _records[model] = Received(is_from_disk=is_from_disk, buffer=buffer)
     for _, values in _marks(model):
         values.fill_(float("nan"))
 
@@ -84,7 +84,8 @@ def start(model: Any, *, is_from_disk: bool = False) -> None:
 def finish(model: Any) -> None:
     """Record which parameters were given nothing. Before SGLang packs them anew, which can replace them."""
     record = _records[model]
-    record.buffer = None
+    if record.buffer is not None and record.buffer.device.type != "cpu":
+        record.buffer = None
     marks = list(_marks(model))
     # One look at the device for all of them. float: isnan is not there for FP8.
     flags = [values.to(torch.float32).isnan().any() for _, values in marks]
@@ -132,10 +133,11 @@ class Arriving:
 def receive_bucket(
     updater: Any, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str
 ) -> Arriving:
-    """Replaces WeightUpdater._receive_bucketed_weights_from_distributed: into one buffer, kept until the update ends.
+    """Replaces WeightUpdater._receive_bucketed_weights_from_distributed: into one buffer.
 
-    Upstream allocates each bucket twice and anew; on a CPU the system's zeroing of that memory takes longer than the
-    broadcast. The tensors are views: load_weights copies them before the next bucket overwrites the buffer.
+    It is kept until the update ends, on a CPU for the next one. Upstream allocates each bucket twice and anew; there
+    the system's zeroing of that memory takes longer than the broadcast. The tensors are views: load_weights copies
+    them before the next bucket overwrites the buffer.
     """
     record = _records[updater.get_model()]
     kinds: list[torch.dtype] = [getattr(torch, dtype) for dtype in dtypes]

@@ -160,6 +160,11 @@ class Gatherer:
         self.specs = [(name, pieces[0].part.dtype, shapes[name]) for name, pieces in self._pieces.items()]
         """(hf_name, dtype, shape) of every tensor, in order."""
         self._device = device or next((s.data.device for s in self._own.values()), torch.device("cpu"))
+        self._rows = self._new_rows() if self._device.type == "cpu" else None
+        """A CPU's memory costs more to get than to fill, so it is kept; a GPU's is left to torch."""
+
+    def _new_rows(self) -> deque[Tensor]:
+        return deque([torch.empty(0, dtype=torch.uint8, device=self._device)] * 2)
 
     def buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield lists of (hf_name, tensor) on rank 0; other ranks yield empty ones. Collective: exhaust it.
@@ -173,7 +178,7 @@ class Gatherer:
         """
         bucket: list[tuple[str, torch.dtype, Shape]] = []
         held_bytes = 0
-        rows = deque([torch.empty(0, dtype=torch.uint8, device=self._device)] * 2)
+        rows = self._new_rows() if self._rows is None else self._rows
         for spec in self.specs:
             size = prod(spec[2]) * spec[1].itemsize
             if bucket and held_bytes + size > max_bytes:

@@ -79,7 +79,9 @@ def suffer(
     return Suffered(dir=output_dir / name, returncode=done.returncode, text=done.text, hits=hits, ended_s=ended_s)
 
 
-def assert_complete(run: Suffered, *, num_steps: int = NUM_STEPS, max_policy_lag: int = 0) -> None:
+def assert_complete(
+    run: Suffered, *, num_steps: int = NUM_STEPS, num_prompts: int = NUM_PROMPTS, max_policy_lag: int = 0
+) -> None:
     """It ended well, with every response of every step accounted for and no token from wrong weights.
 
     No server was taken down because another one failed.
@@ -92,8 +94,8 @@ def assert_complete(run: Suffered, *, num_steps: int = NUM_STEPS, max_policy_lag
     assert len(rows) == num_steps
     for step, row in enumerate(rows, start=1):
         report, groups = row["rollout"], run.groups(step)
-        assert [len(group.rollouts) for group in groups] == [GROUP_SIZE] * NUM_PROMPTS
-        assert report["num_asked"] == report["num_used"] == NUM_PROMPTS * GROUP_SIZE
+        assert [len(group.rollouts) for group in groups] == [GROUP_SIZE] * num_prompts
+        assert report["num_asked"] == report["num_used"] == num_prompts * GROUP_SIZE
         assert [report[name] for name in FILTERED] == [0] * len(FILTERED)
         versions = {v for group in groups for rollout in group.rollouts for v in rollout.weight_versions}
         assert versions <= set(range(max(0, step - 1 - max_policy_lag), step)), f"step {step}: {versions}"

@@ -50,7 +50,7 @@ SERVER = [
 def main() -> int:
     """Print the table; 1 if the client is below the limit."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, default=ROOT / "recipes" / "gspo-tiny-moe-cpu.yaml", help="a recipe for CPU")
+    parser.add_argument("--config", type=Path, default=ROOT / "recipes" / "gspo-tiny-moe-cpu.yaml", help="for CPU")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     recipe = load_recipe(args.config, SERVER)
