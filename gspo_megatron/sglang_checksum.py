@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.checksum import Checksums
-from gspo_megatron.convert.shards import runs
+from gspo_megatron.convert.shards import few_at_once, runs
 from gspo_megatron.sglang_cpu import LIMIT_VARIABLE
 
 ACTION = "received"
@@ -120,14 +120,19 @@ def before_end(updater: Any, **_options: Any) -> None:
 class Arriving:
     """The tensors of a bucket, each as soon as it is there, so that one is loaded while the next ones arrive."""
 
-    def __init__(self, messages: Iterable[tuple[Any, list[tuple[str, Tensor]]]]) -> None:
-        """Of the work to wait for and the tensors that are there then."""
-        self._messages = list(messages)
+    def __init__(self, messages: list[tuple[Callable[[], Any], list[tuple[str, Tensor]]]]) -> None:
+        """Of calls that begin to receive a message, and the tensors that are there when it is done."""
+        self._messages, self._is_there = messages, False
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for work, tensors in self._messages:
+        if self._is_there:  # SGLang gives a bucket to each model of the server, a draft model too
+            yield from (item for _, tensors in self._messages for item in tensors)
+            return
+        works = few_at_once(begin for begin, _ in self._messages)
+        for work, (_, tensors) in zip(works, self._messages, strict=True):
             work.wait()
             yield from tensors
+        self._is_there = True
 
 
 def receive_bucket(
@@ -145,19 +150,16 @@ def receive_bucket(
     if record.buffer is None or record.buffer.numel() < sum(sizes):
         record.buffer = None  # before the next one is there
         record.buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=updater.device)
-    pieces = record.buffer[: sum(sizes)].split(sizes)
-    tensors = [
-        (name, piece.view(kind).view(shape))
-        for name, piece, kind, shape in zip(names, pieces, kinds, shapes, strict=True)
-    ]
+    flat = record.buffer[: sum(sizes)]
+    pieces = zip(names, flat.split(sizes), kinds, shapes, strict=True)
+    tensors = [(name, piece.view(kind).view(shape)) for name, piece, kind, shape in pieces]
     group = updater._model_update_group[group_name]
 
-    def receive(run: range) -> Any:
-        start, stop = sum(sizes[: run.start]), sum(sizes[: run.stop])
-        assert record.buffer is not None
-        return torch.distributed.broadcast(record.buffer[start:stop], src=0, group=group, async_op=True)
+    def begin_of(run: range) -> Callable[[], Any]:
+        row = flat[sum(sizes[: run.start]) : sum(sizes[: run.stop])]
+        return lambda: torch.distributed.broadcast(row, src=0, group=group, async_op=True)
 
-    return Arriving([(receive(run), tensors[run.start : run.stop]) for run in runs(sizes, record.buffer.device)])
+    return Arriving([(begin_of(run), tensors[run.start : run.stop]) for run in runs(sizes, flat.device)])
 
 
 def around_disk(original: Callable[..., Any], updater: Any, *args: Any, **options: Any) -> Any:

@@ -18,6 +18,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -31,7 +32,7 @@ from gspo_megatron.checksum import Checksums
 from gspo_megatron.config import Recipe
 from gspo_megatron.convert.hf_io import write_hf_dir
 from gspo_megatron.convert.safetensors_io import TensorSpec
-from gspo_megatron.convert.shards import runs
+from gspo_megatron.convert.shards import few_at_once, runs
 from gspo_megatron.engine import RolloutError, ServerClient
 from gspo_megatron.fleet import Server
 from gspo_megatron.threads import in_daemon_thread
@@ -129,6 +130,7 @@ class BucketStream:
         """Of all tensors so far."""
         self.seconds = seconds
         self._buckets = buckets
+        self._coming: asyncio.Future[Bucket | None] | None = None
         self._lock = threading.Lock()
 
     def take(self) -> Bucket | None:
@@ -143,11 +145,16 @@ class BucketStream:
             self.seconds["checksum"] += time.perf_counter() - gathered_s
             return bucket
 
+    def begin(self) -> None:
+        """Ask for the first bucket, while there is still something else to do."""
+        self._coming = in_daemon_thread(self.take)
+
     async def ahead(self) -> AsyncIterator[Bucket]:
         """All buckets, each asked for before the one before it is done with."""
-        coming = in_daemon_thread(self.take)
-        while bucket := await coming:
-            coming = in_daemon_thread(self.take)
+        if self._coming is None:
+            self.begin()
+        while self._coming and (bucket := await self._coming):
+            self._coming = in_daemon_thread(self.take)
             yield bucket
 
     def drain(self) -> None:
@@ -210,7 +217,8 @@ class Broadcast:
         return buckets
 
     async def prepare(self, targets: Targets, stream: BucketStream) -> None:
-        """Nothing: a group can be built only with servers that answer, which pausing them shows."""
+        """Gather the first bucket. A group can be built only with servers that answer, which pausing them shows."""
+        stream.begin()
 
     async def deliver(self, targets: Targets, stream: BucketStream) -> None:
         """One broadcast per bucket."""
@@ -302,8 +310,7 @@ class Broadcast:
 
         def broadcast() -> None:
             nonlocal sent_s
-            works = [dist.broadcast(row, src=0, group=group, async_op=True) for row in rows]
-            for work in works:
+            for work in few_at_once(partial(dist.broadcast, row, src=0, group=group, async_op=True) for row in rows):
                 if self._backend == "gloo":
                     work.wait()  # no longer than the group's time limit
                 while not work.is_completed():

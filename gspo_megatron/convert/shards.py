@@ -7,10 +7,11 @@ layout needs code of its own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,14 @@ from torch import Tensor
 
 from gspo_megatron.convert.ops import Block, Box, Shape, TensorMap, mcore_problems, raise_problems, slices
 
+T = TypeVar("T")
+
 MESSAGE_BYTES = 32 * 2**20
 """Of one point-to-point message, at most."""
 ALONE_BYTES = 32 * 2**10
 """From this size on a tensor, or a piece of one, is a message of its own on a CPU."""
+PARTS = 16
+"""Of a bucket on its way to the servers."""
 MESSAGES_AHEAD = 4
 """That are on their way at once; what rank 0 holds beside the bucket that it assembles."""
 
@@ -103,20 +108,36 @@ def is_sent_alone(num_bytes: int, device: torch.device) -> bool:
     return device.type == "cpu" and num_bytes >= ALONE_BYTES
 
 
+def few_at_once(begins: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """Call these, each when MESSAGES_AHEAD - 1 of the ones before it are still to be waited for; yields in order.
+
+    Who gives up in the middle leaves no more than these behind, each of which a backend can hold to its time limit.
+    """
+    under_way: deque[T] = deque()
+    for begin in begins:
+        under_way.append(begin())
+        if len(under_way) == MESSAGES_AHEAD:
+            yield under_way.popleft()
+    while under_way:
+        yield under_way.popleft()
+
+
 def runs(sizes: Sequence[int], device: torch.device) -> Iterator[range]:
     """Which tensors of a bucket go to the servers in one message; both sides ask this.
 
+    On a GPU it is all of them. A CPU sends about PARTS messages, so that a server loads tensors while others arrive.
+
     Args:
-        sizes: bytes of each, in order.
+        sizes: bytes of each tensor, in order.
         device: of the tensors.
     """
-    start = 0
+    least = sum(sizes) / PARTS if device.type == "cpu" else sum(sizes)
+    start = held_bytes = 0
     for i, size in enumerate(sizes):
-        if is_sent_alone(size, device):
-            if start < i:
-                yield range(start, i)
-            yield range(i, i + 1)
-            start = i + 1
+        held_bytes += size
+        if held_bytes >= least:
+            yield range(start, i + 1)
+            start, held_bytes = i + 1, 0
     if start < len(sizes):
         yield range(start, len(sizes))
 
@@ -153,8 +174,10 @@ class Gatherer:
             for part in parts[op.mcore_name]:
                 for block in op.blocks_within(part.box):
                     name = block.hf_name
-                    if part.rank == 0 and prod(block.size) == prod(shapes[name]):
-                        self._whole[name] = _Piece(part, op.mcore_name, block)
+                    piece = _Piece(part, op.mcore_name, block)
+                    is_whole = part.rank == 0 and prod(block.size) == prod(shapes[name])
+                    if is_whole and piece.num_bytes >= MESSAGE_BYTES:
+                        self._whole[name] = piece
                     bands = _row_bands(block, MESSAGE_BYTES // part.dtype.itemsize)
                     self._pieces[name] += [_Piece(part, op.mcore_name, band) for band in bands]
         self.specs = [(name, pieces[0].part.dtype, shapes[name]) for name, pieces in self._pieces.items()]
@@ -213,38 +236,29 @@ class Gatherer:
         return [(name, whole[name] if name in whole else assembled[name]) for name, _, _ in bucket] if is_first else []
 
     def _send(self, messages: Iterator[list[_Piece]]) -> None:
-        under_way: deque[tuple[Any, Tensor]] = deque()
-        for message in messages:
+        def begin(message: list[_Piece]) -> tuple[Any, Tensor]:
             parts = [self._in_hf(piece).contiguous().flatten().view(torch.uint8) for piece in message]
             flat = torch.cat(parts) if len(parts) > 1 else parts[0]
-            under_way.append((dist.isend(flat, dst=0), flat))
-            if len(under_way) == MESSAGES_AHEAD:
-                under_way.popleft()[0].wait()
-        while under_way:
-            under_way.popleft()[0].wait()
+            return dist.isend(flat, dst=0), flat
+
+        for work, _ in few_at_once(partial(begin, message) for message in messages):
+            work.wait()
 
     def _receive(self, owner: int, messages: Iterator[list[_Piece]], tensors: dict[str, Tensor]) -> None:
-        under_way: deque[tuple[Any, Tensor, list[_Piece]]] = deque()
-
-        def finish_one() -> None:
-            work, flat, message = under_way.popleft()
-            work.wait()
-            for piece, data in zip(message, flat.split([p.num_bytes for p in message]), strict=True):
-                place = _place_of(piece, tensors)
-                if place.data_ptr() != data.data_ptr():
-                    place.copy_(data.view(place.dtype).view(place.shape))
-
-        for message in messages:
+        def begin(message: list[_Piece]) -> tuple[Any, Tensor, list[_Piece]]:
             place = _place_of(message[0], tensors)
             if len(message) == 1 and place.is_contiguous():
                 flat = place.flatten().view(torch.uint8)
             else:
                 flat = torch.empty(sum(p.num_bytes for p in message), dtype=torch.uint8, device=self._device)
-            under_way.append((dist.irecv(flat, src=owner), flat, message))
-            if len(under_way) == MESSAGES_AHEAD:
-                finish_one()
-        while under_way:
-            finish_one()
+            return dist.irecv(flat, src=owner), flat, message
+
+        for work, flat, message in few_at_once(partial(begin, message) for message in messages):
+            work.wait()
+            for piece, data in zip(message, flat.split([p.num_bytes for p in message]), strict=True):
+                place = _place_of(piece, tensors)
+                if place.data_ptr() != data.data_ptr():
+                    place.copy_(data.view(place.dtype).view(place.shape))
 
     def _messages(self, pieces: list[_Piece]) -> Iterator[list[_Piece]]:
         """Pieces that are sent alone, and runs of others of one dtype of at most MESSAGE_BYTES."""
