@@ -71,8 +71,10 @@ def hf_tensors(policy: Any) -> dict[str, Tensor]:
     """The live weights on rank 0. Collective."""
     from gspo_megatron.convert.shards import Gatherer
 
-    buckets = Gatherer(policy.shards(), policy.ops).buckets(100_000)
-    return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+    gatherer = Gatherer(policy.shards(), policy.ops)
+    for row in gatherer._rows:
+        row.set_(torch.full((100_000,), 255, dtype=torch.uint8))  # fresh memory may hold right values by chance
+    return {name: tensor.clone() for bucket in gatherer.buckets(100_000) for name, tensor in bucket}
 
 
 def hf_view_of(policy: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
