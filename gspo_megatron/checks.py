@@ -275,13 +275,13 @@ def _check_sampling(recipe: Recipe) -> list[str]:
             "rollout.dynamic_sampling: chooses groups by their rewards, and reward.permute gives the rewards to other "
             "responses afterwards; set one of them to false"
         )
-    if recipe.cluster.max_policy_lag and r.pause_mode == "in_place":
-        if r.flush_cache:
+    if r.pause_mode == "in_place":
+        if r.flush_cache:  # without a lag, too: health probes, and what dynamic sampling gave up
             problems.append(
                 "rollout.flush_cache=True: SGLang refuses it while requests run, as they do with pause_mode in_place; "
                 "set it to false"
             )
-        if r.sglang.get("disable_overlap_schedule") is not True:
+        if recipe.cluster.max_policy_lag and r.sglang.get("disable_overlap_schedule") is not True:
             problems.append(
                 "rollout.pause_mode=in_place: with SGLang's overlap schedule the token that is under way at a push is "
                 "of the old weights and carries the new weight_version; set rollout.sglang.disable_overlap_schedule "

@@ -16,9 +16,16 @@ _WORD_BYTES = 8
 _PRIME = -7046029254386353131  # 0x9E3779B97F4A7C15, 2^64 over the golden ratio, as int64
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """[bytes] uint8, of the tensor's own memory where it lies in one piece."""
+    if tensor.numel() == 1:  # torch calls one contiguous whatever its stride, and gives no view of it then
+        tensor = tensor.as_strided((1,), (1,))
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
 def xxh3(tensor: Tensor) -> str:
     """XXH3 of a CPU tensor's bytes, 16 hexadecimal digits."""
-    return xxhash.xxh3_64_hexdigest(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+    return xxhash.xxh3_64_hexdigest(bytes_of(tensor.detach()).numpy().data)
 
 
 def sum_of_words(tensor: Tensor) -> Tensor:
@@ -31,7 +38,7 @@ def sum_of_words(tensor: Tensor) -> Tensor:
     Returns:
         [] int64 on the tensor's device.
     """
-    data = tensor.detach().contiguous().flatten().view(torch.uint8)
+    data = bytes_of(tensor.detach())
     num_bytes = data.numel()
     padding = -num_bytes % _WORD_BYTES
     if padding or data.storage_offset() % _WORD_BYTES:

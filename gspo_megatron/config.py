@@ -145,7 +145,7 @@ class RolloutConfig:
     Which groups are taken depends on the order of the prompts, never on how fast a response came."""
     max_prompts_per_step: int = 0
     """Prompts that dynamic_sampling may use for one rollout step; when they do not suffice, groups with equal rewards
-    fill up. 0: three times num_prompts."""
+    fill up. 0: three times num_prompts, or num_prompts + oversample_prompts if that is more."""
     multi_turn: str | None = None
     """`module:function` of one's own that answers each turn of a response (multi_turn.py); null: one turn. The module
     is looked for in the working directory first, then where Python finds its packages."""

@@ -295,7 +295,8 @@ def _prompts_per_step(recipe: Recipe) -> int:
     cfg = recipe.rollout
     if not cfg.dynamic_sampling:
         return cfg.num_prompts
-    return cfg.max_prompts_per_step or DEFAULT_MAX_PROMPTS * cfg.num_prompts
+    least = cfg.num_prompts + cfg.oversample_prompts
+    return cfg.max_prompts_per_step or max(DEFAULT_MAX_PROMPTS * cfg.num_prompts, least)
 
 
 def stop_token_ids(recipe: Recipe, eos_token_id: int) -> frozenset[int]:

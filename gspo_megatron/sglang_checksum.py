@@ -37,6 +37,8 @@ within it suffices; one in each 2 KiB of bfloat16 costs a hundredth of the time 
 SMALL = 2**16
 """Parameters up to this many elements are filled wholly."""
 TWICE = "received twice"
+BROKE = "the broadcast broke"
+"""What a server says of a bucket that did not arrive."""
 
 
 class Received:
@@ -130,7 +132,10 @@ class Arriving:
             return
         works = few_at_once(begin for begin, _ in self._messages)
         for work, (_, tensors) in zip(works, self._messages, strict=True):
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(f"{BROKE}: {error}") from error
             yield from tensors
         self._is_there = True
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -30,7 +32,8 @@ def in_daemon_thread(fn: Callable[[], T], *, name: str | None = None) -> asyncio
             result = fn()
         except BaseException as error:  # whoever awaits the future raises it, whatever it is
             failure = error
-        if not loop.is_closed():  # closed: another call has failed, and nobody waits for this one
+            traceback.clear_frames(error.__traceback__)  # a process group in them would live as long as the error
+        with suppress(RuntimeError):  # the loop is closed: another call has failed, and nobody waits for this one
             loop.call_soon_threadsafe(report, result, failure)
 
     threading.Thread(target=body, name=name, daemon=True).start()

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -27,14 +27,16 @@ import aiohttp
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from gspo_megatron.checksum import Checksums
+from gspo_megatron.checksum import Checksums, bytes_of
 from gspo_megatron.config import Recipe
 from gspo_megatron.convert.hf_io import write_hf_dir
 from gspo_megatron.convert.safetensors_io import TensorSpec
 from gspo_megatron.convert.shards import few_at_once, runs
 from gspo_megatron.engine import RolloutError, ServerClient
 from gspo_megatron.fleet import Server
+from gspo_megatron.sglang_checksum import BROKE
 from gspo_megatron.threads import in_daemon_thread
 
 T = TypeVar("T")
@@ -43,6 +45,9 @@ Bucket = list[tuple[str, Tensor]]
 NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
 """Read when a group is made. Left to itself, torch's watchdog ends this process when a server of the group is lost; it
 also sleeps four times the second value first, and whoever destroys the group waits for it."""
+STALL_S = 10.0
+"""What gloo gives one message: a server that does not take it breaks the group, which frees the others. Less than a
+server may take to be paused, which the next attempt begins with."""
 SETTLE_S = 5.0
 """When a collective broke, servers that wait in it get this long to notice and say so."""
 
@@ -55,6 +60,10 @@ class PushFailed(Exception):
         self.reasons = dict(reasons)
         self.are_silent = are_silent
         """They gave no answer; else they refused."""
+
+
+class CollectiveBroke(RolloutError):
+    """A server's part in a collective failed, most likely for another one's."""
 
 
 class Targets:
@@ -85,8 +94,8 @@ class Targets:
             release: for a collective: called when one has failed, so that nobody goes on waiting for it.
 
         Raises:
-            PushFailed: names servers that gave no answer; if all answered, those that refused. A refusal beside a
-                server that gives no answer is not held against the one that refused: a collective broke for it.
+            PushFailed: names the servers that failed, of the first kind that there is: connection lost; refused; no
+                answer; the collective broke. Those of a later kind wait for these, or failed for them.
             RolloutError: only the function beside them failed.
         """
         of_task = {asyncio.ensure_future(call(c, i)): s for i, (s, c) in enumerate(self._clients.items())}
@@ -102,17 +111,24 @@ class Targets:
             release()
             if pending:
                 await asyncio.wait(pending, timeout=SETTLE_S)
-        silent: dict[Server, str] = {}
+        lost: dict[Server, str] = {}
         refused: dict[Server, str] = {}
+        silent: dict[Server, str] = {}
+        broke: dict[Server, str] = {}
         for task, server in of_task.items():
             if not task.done():
                 task.cancel()
                 silent[server] = f"no answer within {self.limit_s:g} s"
-            elif error := task.exception():
+            elif isinstance(error := task.exception(), CollectiveBroke):
+                broke[server] = str(error)
+            elif error is not None:
                 is_answer = isinstance(error, RolloutError) and not error.retryable
-                (refused if is_answer else silent)[server] = str(error)
-        if silent or refused:
-            raise PushFailed(silent or refused, are_silent=bool(silent))
+                (refused if is_answer else lost)[server] = str(error)
+        if release is None:
+            lost, silent = lost | silent, {}
+        for reasons, are_silent in ((lost, True), (refused, False), (silent, True), (broke, False)):
+            if reasons:
+                raise PushFailed(reasons, are_silent=are_silent)
         if not own[0].done():
             raise RolloutError(f"the trainer's side of a weight push was not done within {self.limit_s:g} s")
         cause = own[0].exception()
@@ -190,6 +206,11 @@ async def _open_update(server: ServerClient, _place: int) -> None:
         await server.begin_weight_update()
 
 
+async def _close_update_if_open(server: ServerClient, _place: int) -> None:
+    with suppress(RolloutError):
+        await server.end_weight_update()
+
+
 async def _close_update(server: ServerClient, _place: int) -> None:
     await server.end_weight_update()
 
@@ -209,6 +230,8 @@ class Broadcast:
         self._limit_s = limit_s
         self._servers: list[Server] = []
         self._name = ""
+        self._groups_of: dict[Server, list[str]] = {}
+        """Groups that servers hold, or may hold."""
         self._store: dist.TCPStore | None = None
         self._group: Any = None
 
@@ -221,7 +244,7 @@ class Broadcast:
         stream.begin()
 
     async def deliver(self, targets: Targets, stream: BucketStream) -> None:
-        """One broadcast per bucket."""
+        """Build the group if the servers are others than in the last push; then bucket after bucket."""
         if targets.servers != self._servers:
             await self._connect(targets)
         await targets.all(_open_update)
@@ -231,20 +254,23 @@ class Broadcast:
 
     async def leave(self, targets: Targets) -> None:
         """Close the update and leave the group."""
-        name = self._name
-
-        async def leave(server: ServerClient, _place: int) -> None:
-            for call in (server.end_weight_update(), server.destroy_weights_update_group(group_name=name)):
-                try:
-                    await call
-                except RolloutError:
-                    continue  # it was not open, or never joined
-
         self._drop()
-        try:
+        with suppress(PushFailed):
+            await targets.all(_close_update_if_open)
+        await self._leave_groups(targets)
+
+    async def _leave_groups(self, targets: Targets) -> None:
+        """Let servers forget every group that they were in; one that gives no answer is asked again another time."""
+        self._drop()
+
+        async def leave(server: ServerClient, place: int) -> None:
+            for name in self._groups_of.get(targets.servers[place], []):
+                with suppress(RolloutError):  # it never joined
+                    await server.destroy_weights_update_group(group_name=name)
+            self._groups_of.pop(targets.servers[place], None)
+
+        with suppress(PushFailed):
             await targets.all(leave)
-        except PushFailed:
-            return
 
     def _drop(self) -> None:
         self._servers, self._store = [], None
@@ -258,8 +284,7 @@ class Broadcast:
         # Imported here: SGLang takes seconds, and only rank 0 needs its way of making a group.
         from sglang.srt.utils.common import init_custom_process_group
 
-        if self._servers:
-            await self.leave(targets.of(self._servers))
+        await self._leave_groups(targets.of(list({*self._servers, *targets.servers}.intersection(self._groups_of))))
         self._name = name = f"weights_{uuid.uuid4().hex}"  # a server takes no name twice
         world_size = 1 + self._ranks_per_server * len(targets.servers)
         timeout = datetime.timedelta(seconds=self._limit_s)
@@ -283,18 +308,31 @@ class Broadcast:
                     )
                 )
 
+        names_now = {server.name for server in targets.servers}
+        for server in [old for old in self._groups_of if old.name in names_now and old not in targets.servers]:
+            del self._groups_of[server]  # it was restarted
+        for server in targets.servers:
+            self._groups_of.setdefault(server, []).append(name)
+
         async def server_joins(server: ServerClient, place: int) -> None:
-            await server.init_weights_update_group(
-                master_address=self._host,
-                master_port=port,
-                rank_offset=1 + self._ranks_per_server * place,
-                world_size=world_size,
-                group_name=name,
-                backend=self._backend,
-            )
+            try:
+                await server.init_weights_update_group(
+                    master_address=self._host,
+                    master_port=port,
+                    rank_offset=1 + self._ranks_per_server * place,
+                    world_size=world_size,
+                    group_name=name,
+                    backend=self._backend,
+                )
+            except RolloutError as error:
+                if error.retryable:
+                    raise
+                raise CollectiveBroke(str(error)) from error
 
         await targets.all(server_joins, beside=join, release=self._drop)
-        self._servers, self._group = targets.servers, joined[0]
+        self._servers, self._group = targets.servers, joined.pop()
+        if self._backend == "gloo":
+            _set_pg_timeout(datetime.timedelta(seconds=min(STALL_S, self._limit_s / 2)), self._group)
 
     async def _send(self, targets: Targets, bucket: Bucket, seconds: dict[str, float]) -> None:
         """One bucket as the bytes of its tensors, one after the other (SGLang's FlattenedTensorBucket).
@@ -305,11 +343,11 @@ class Broadcast:
         tensors = [tensor for _, tensor in bucket]
         messages = runs([tensor.nbytes for tensor in tensors], tensors[0].device)
         rows = [row_of_bytes(tensors[run.start : run.stop]) for run in messages]
-        group = self._group
         start_s = sent_s = time.perf_counter()
 
         def broadcast() -> None:
             nonlocal sent_s
+            group = self._group  # nobody else may hold it: servers are freed when it is gone
             for work in few_at_once(partial(dist.broadcast, row, src=0, group=group, async_op=True) for row in rows):
                 if self._backend == "gloo":
                     work.wait()  # no longer than the group's time limit
@@ -320,14 +358,19 @@ class Broadcast:
             sent_s = time.perf_counter()
 
         async def receive(server: ServerClient, _place: int) -> None:
-            await server.update_weights_from_distributed(
-                names=[name for name, _ in bucket],
-                dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-                shapes=[list(tensor.shape) for _, tensor in bucket],
-                group_name=self._name,
-                weight_version=None,
-                load_format="flattened_bucket",
-            )
+            try:
+                await server.update_weights_from_distributed(
+                    names=[name for name, _ in bucket],
+                    dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                    shapes=[list(tensor.shape) for _, tensor in bucket],
+                    group_name=self._name,
+                    weight_version=None,
+                    load_format="flattened_bucket",
+                )
+            except RolloutError as error:
+                if BROKE in str(error):
+                    raise CollectiveBroke(str(error)) from error
+                raise
 
         await targets.all(receive, beside=broadcast, release=self._drop)
         seconds["broadcast"] += sent_s - start_s
@@ -380,11 +423,11 @@ def row_of_bytes(tensors: Sequence[Tensor]) -> Tensor:
     start = end = first.data_ptr()
     for tensor in tensors:
         if not tensor.is_contiguous() or tensor.data_ptr() != end:
-            return torch.cat([t.flatten().view(torch.uint8) for t in tensors])
+            return torch.cat([bytes_of(t) for t in tensors])
         end += tensor.nbytes
     storage = first.untyped_storage()
     if end > storage.data_ptr() + storage.nbytes():  # neighbours by chance
-        return torch.cat([t.flatten().view(torch.uint8) for t in tensors])
+        return torch.cat([bytes_of(t) for t in tensors])
     row = torch.empty(0, dtype=torch.uint8, device=first.device)
     return row.set_(storage, start - storage.data_ptr(), (end - start,))  # type: ignore[call-overload]
 
@@ -520,7 +563,7 @@ class Ipc:
             return 0
         metadata, start = [], 0
         for name, tensor in widest_first(bucket):
-            data = tensor.flatten().view(torch.uint8)
+            data = bytes_of(tensor)
             end = start + data.numel()
             staging[start:end].copy_(data)
             metadata.append(

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gspo_megatron.checksum import bytes_of
 from gspo_megatron.convert.ops import Block, Box, Shape, TensorMap, mcore_problems, raise_problems, slices
 
 T = TypeVar("T")
@@ -237,7 +238,7 @@ class Gatherer:
 
     def _send(self, messages: Iterator[list[_Piece]]) -> None:
         def begin(message: list[_Piece]) -> tuple[Any, Tensor]:
-            parts = [self._in_hf(piece).contiguous().flatten().view(torch.uint8) for piece in message]
+            parts = [bytes_of(self._in_hf(piece)) for piece in message]
             flat = torch.cat(parts) if len(parts) > 1 else parts[0]
             return dist.isend(flat, dst=0), flat
 
@@ -248,7 +249,7 @@ class Gatherer:
         def begin(message: list[_Piece]) -> tuple[Any, Tensor, list[_Piece]]:
             place = _place_of(message[0], tensors)
             if len(message) == 1 and place.is_contiguous():
-                flat = place.flatten().view(torch.uint8)
+                flat = bytes_of(place)
             else:
                 flat = torch.empty(sum(p.num_bytes for p in message), dtype=torch.uint8, device=self._device)
             return dist.irecv(flat, src=owner), flat, message

@@ -88,8 +88,9 @@ def assert_complete(
     """
     assert run.returncode == 0, run.text
     restarted = set(re.findall(r"SGLang server (\S+) \(\S+\) is restarted", run.text))
+    rejected = set(re.findall(r"(\S+) \(\S+\): takes no more requests", run.text))
     hit = {name for fault in run.hits for name in fault["hurt"]}
-    assert restarted <= hit, run.text
+    assert restarted | rejected <= hit, run.text
     rows = [row for row in run.rows if row["rollout"]]
     assert len(rows) == num_steps
     for step, row in enumerate(rows, start=1):

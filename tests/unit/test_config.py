@@ -651,14 +651,7 @@ def test_file_that_is_absent_or_no_mapping_or_no_yaml_is_refused(tmp_path):
             ["rollout.pause_mode=in_place", "cluster.max_policy_lag=1", "rollout.flush_cache=false"],
             "rollout.pause_mode=in_place: with SGLang's overlap schedule",
         ),
-        (
-            [
-                "rollout.pause_mode=in_place",
-                "cluster.max_policy_lag=1",
-                "rollout.sglang.disable_overlap_schedule=true",
-            ],
-            "rollout.flush_cache=True: SGLang refuses it while requests run",
-        ),
+        (["rollout.pause_mode=in_place"], "rollout.flush_cache=True: SGLang refuses it while requests run"),
     ],
 )
 def test_sampling_keys_that_contradict_each_other_are_refused(overrides, problem):
@@ -669,6 +662,6 @@ def test_sampling_keys_that_contradict_each_other_are_refused(overrides, problem
 def test_sampling_keys_that_go_together_pass():
     load_recipe(RECIPE, ["rollout.dynamic_sampling=true", "rollout.oversample_prompts=8"])
     load_recipe(RECIPE, ["rollout.stop_token_ids=[5]", "rollout.min_response_tokens=2"])
-    load_recipe(RECIPE, ["rollout.pause_mode=in_place"])
+    load_recipe(RECIPE, ["rollout.pause_mode=in_place", "rollout.flush_cache=false"])
     overrides = ["rollout.pause_mode=in_place", "cluster.max_policy_lag=1", "rollout.flush_cache=false"]
     load_recipe(RECIPE, [*overrides, "rollout.sglang.disable_overlap_schedule=true"])

@@ -3,17 +3,23 @@
 import asyncio
 import threading
 import time
+import weakref
 from collections import defaultdict
 from functools import partial
 
 import aiohttp
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from gspo_megatron.checksum import bytes_of
+from gspo_megatron.convert.shards import PARTS, runs
 from gspo_megatron.engine import RolloutError
 from gspo_megatron.fleet import Server
+from gspo_megatron.sglang_checksum import BROKE, Arriving
 from gspo_megatron.threads import in_daemon_thread
-from gspo_megatron.transports import BucketStream, PushFailed, Targets, row_of_bytes, widest_first
+from gspo_megatron.transports import BucketStream, CollectiveBroke, PushFailed, Targets, row_of_bytes, widest_first
 from gspo_megatron.weight_sync import check_received
 
 SERVERS = [Server(name=f"server_{i}", url=f"http://host:{i}", incarnation=0) for i in range(3)]
@@ -81,6 +87,16 @@ def test_servers_that_wait_for_a_lost_one_are_released_and_not_blamed():
     assert time.monotonic() - start_s < 10.0
 
 
+def test_server_that_refuses_is_to_blame_and_not_those_whose_collective_breaks_for_it():
+    async def breaks():
+        raise CollectiveBroke("status 400: the broadcast broke")
+
+    assert failed([breaks, refuses, is_silent], release=lambda: None) == ({"server_1": "status 400: no"}, False)
+    assert failed([breaks, is_silent, answers], release=lambda: None)[0] == {"server_1": "no answer within 0.3 s"}
+    assert list(failed([breaks, loses_connection, refuses], release=lambda: None)[0]) == ["server_1"]
+    assert list(failed([breaks, answers, breaks], release=lambda: None)[0]) == ["server_0", "server_2"]
+
+
 def test_failure_of_the_trainers_own_side_is_an_error_that_says_so():
     def fails():
         raise ValueError("own")
@@ -112,6 +128,26 @@ def test_error_in_the_thread_is_raised_where_it_is_awaited():
 
     with pytest.raises(IndexError):
         asyncio.run(run())
+
+
+def test_error_in_the_thread_keeps_nothing_alive_that_the_function_held():
+    class Group:
+        pass
+
+    held = []
+
+    def fails():
+        group = Group()
+        held.append(weakref.ref(group))
+        raise ValueError
+
+    async def run():
+        future = in_daemon_thread(fails)
+        await asyncio.wait([future])
+        return future
+
+    future = asyncio.run(run())
+    assert held[0]() is None and isinstance(future.exception(), ValueError)
 
 
 def make_stream(count, log):
@@ -179,6 +215,56 @@ def test_bytes_are_sent_from_where_they_lie_if_they_lie_in_a_row():
         assert torch.equal(copy.view(torch.float32), torch.cat([t.flatten() for t in others]))
         copy.zero_()
         assert whole[1] == 1.0 and whole[23] == 23.0
+
+
+@settings(max_examples=100)
+@given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=300), device=st.sampled_from(["cpu", "cuda"]))
+def test_messages_of_a_bucket_are_its_tensors_in_order(sizes, device):
+    messages = list(runs(sizes, torch.device(device)))
+    assert [i for run in messages for i in run] == list(range(len(sizes)))
+    assert all(messages)
+    assert len(messages) <= (PARTS + 1 if device == "cpu" and any(sizes) else len(sizes))
+
+
+def test_tensor_of_a_message_is_given_when_it_is_there_and_no_more_than_a_few_are_waited_for():
+    log = []
+
+    class Work:
+        def __init__(self, i):
+            self.i = i
+
+        def wait(self):
+            log.append(f"there {self.i}")
+
+    def begin(i):
+        log.append(f"begin {i}")
+        return Work(i)
+
+    messages = [(partial(begin, i), [(f"t{i}", torch.zeros(1))]) for i in range(6)]
+    arriving = Arriving(messages)
+    for name, _ in arriving:
+        log.append(name)
+    first = ["begin 0", "begin 1", "begin 2", "begin 3", "there 0", "t0", "begin 4", "there 1", "t1"]
+    assert log[: len(first)] == first
+    assert log[-2:] == ["there 5", "t5"]
+    log.clear()
+    assert [name for name, _ in arriving] == [f"t{i}" for i in range(6)], "a second model gets the same"
+    assert log == []
+
+
+def test_broadcast_that_breaks_is_named_so():
+    class Broken:
+        def wait(self):
+            raise RuntimeError("closed")
+
+    with pytest.raises(RuntimeError, match=f"{BROKE}: closed"):
+        list(Arriving([(Broken, [])]))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 2)])
+def test_bytes_of_a_tensor_whatever_its_strides(shape):
+    spread = torch.arange(60, dtype=torch.float64).as_strided(shape, [7] * len(shape))
+    assert bytes_of(spread).view(torch.float64).tolist() == spread.flatten().tolist()
 
 
 SENT = {"a": "01", "b": "02", "c": "03"}

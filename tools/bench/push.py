@@ -164,7 +164,8 @@ def train_rank(rank: int, recipe: Recipe, ports: tuple[int, int], repeats: int, 
     buckets = bucket_sizes(weight_sync._gatherer.specs, module.BUCKET_BYTES)
     group = None
     if rank == 0:
-        receiver = multiprocessing.get_context("spawn").Process(target=receive, args=(ports[1], buckets, repeats + 1))
+        context = multiprocessing.get_context("spawn")
+        receiver = context.Process(target=receive, args=(ports[1], buckets, repeats + 1), daemon=True)
         receiver.start()
         group, ways = bare_group(0, ports[1]), cut(buckets)
     for version in range(repeats + 1):
