@@ -3,7 +3,7 @@
 | turn     | the trainer's memory                                       | a server's memory on the device |
 |----------|------------------------------------------------------------|---------------------------------|
 | train    | device: weights, optimizer state, gradients                | none, it sleeps                 |
-| push     | host: weights, optimizer state; device: one bucket         | weights                         |
+| push     | host: weights, optimizer state; device: buckets            | weights                         |
 | generate | host: weights, optimizer state                             | weights, keys and values        |
 
 1. take_devices, after the rollouts. The servers pause and release everything; then the trainer comes back from the

@@ -31,9 +31,9 @@ from gspo_megatron.sglang_cpu import LIMIT_VARIABLE
 ACTION = "received"
 UNFILLED = "unfilled "
 """Goes before the name of a parameter that was given nothing; the value beside it is empty."""
-STEP = 1021
+STEP = 4093
 """A prime, so that no row length is a multiple of it. A tensor of the checkpoint is copied as a whole, so one NaN
-within it suffices; one in each 2 KiB of bfloat16 costs a hundredth of the time of filling all."""
+within it suffices; one in each 8 KiB of bfloat16 costs a thousandth of filling all."""
 SMALL = 2**16
 """Parameters up to this many elements are filled wholly."""
 TWICE = "received twice"

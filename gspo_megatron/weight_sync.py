@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BUCKET_BYTES = 512 * 2**20
-"""Bytes of one bucket, or the largest tensor: rank 0 holds two (three with FP8), a server one beside its weights; on a
-CPU between pushes, too."""
+"""Bytes of one bucket, or the largest tensor. Rank 0 holds two, and a third where the bytes of the one sent have to be
+brought in a row; a server holds one beside its weights. On a CPU they keep that memory between pushes."""
 PAUSE_LIMIT_S = 15.0
 """A server that is asked to pause answers between two batches."""
 TICK_S = 5.0
