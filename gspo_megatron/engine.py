@@ -513,7 +513,7 @@ class ServerClient:
             dtypes: torch's names without the module: `float32`.
             shapes: one per name.
             weight_version: what the server reports from then on; None for all buckets of a push but the last.
-            load_format: `flattened_bucket` for broadcasts of the bytes of several (sglang.srt.weight_sync.tensor_bucket);
+            load_format: `flattened_bucket`: broadcasts of many tensors (sglang.srt.weight_sync.tensor_bucket);
                 None for one broadcast per tensor.
         """
         await self._call(
