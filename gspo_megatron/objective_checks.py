@@ -259,6 +259,11 @@ def warnings_of(recipe: Recipe) -> list[str]:
             f"rollout.pause_mode={recipe.rollout.pause_mode}: a push computes the routes of running responses anew, "
             "so that tokens sampled before it replay routes of newer weights; in_place keeps each token's own"
         )
+    if recipe.device == "cuda" and not recipe.rollout.sglang.get("enable_deterministic_inference"):
+        warnings.append(
+            "rollout.sglang.enable_deterministic_inference is not set: SGLang ignores sampling seeds on CUDA without "
+            "it, so that a run cannot be repeated token for token"
+        )
     if loss.kl is not None and loss.kl.place == "loss" and loss.kl.estimator == "k1":
         warnings.append("loss.kl: k1 in the loss has an expected gradient of zero; k2 has that of KL(pi || ref)")
     return warnings

@@ -367,8 +367,9 @@ PLOTS: tuple[tuple[str, Callable[[Run], Figure | None], str], ...] = (
     (
         "Trainer against engine",
         plot_mismatch,
-        "d: Megatron's log-prob minus SGLang's, same token, equal weights. Flat is healthy. Where the per-response "
-        "line nears the dashed clip_low, SGLang's own log-probs in place of the recomputed would clip on noise alone.",
+        "d: Megatron's log-prob minus SGLang's, same token, equal weights but for the policy lag. Flat is healthy. "
+        "Where the per-response line nears the dashed clip_low, SGLang's own log-probs in place of the recomputed "
+        "would clip on noise alone.",
     ),
     (
         "Entropy",

@@ -526,6 +526,7 @@ def test_every_published_objective_and_correction_has_a_recipe(overrides):
             "model.mcore.moe_router_dtype=None: a bfloat16 router turns near ties",
         ),
         (["model.mcore.moe_aux_loss_coeff=0.01"], "model.mcore.moe_aux_loss_coeff=0.01: an auxiliary loss pulls"),
+        (["device=cuda"], "rollout.sglang.enable_deterministic_inference is not set: SGLang ignores sampling seeds"),
         (["model.mcore.moe_z_loss_coeff=0.001"], "model.mcore.moe_z_loss_coeff=0.001: an auxiliary loss pulls"),
         (["loss.kl={coef: 0.1, estimator: k1, place: loss}"], "loss.kl: k1 in the loss has an expected gradient of"),
         (
