@@ -2,9 +2,8 @@
 
 Qwen3-30B-A3B with its true shapes, cut to a few layers, bfloat16: two trainer ranks (expert parallel 2) push to one
 server, which has them in its parameters and has verified them when the push returns. Beside it rank 0 broadcasts the
-same bytes to a process that does nothing else, from memory of the model's size to memory of the model's size, in two
-ways: in the messages of the push, and a bucket at a time. The limit is on the first; the second is what larger
-messages would give. They are timed in turn, and medians are compared. A first push, which builds the process group, is
+same bytes, a bucket at a time, to a process that does nothing else, from memory of the model's size to memory of the
+model's size. The two are timed in turn, and medians are compared. A first push, which builds the process group, is
 left out.
 
 Of the push's seconds those of the broadcasts themselves are printed, and what the server takes for a bucket after its
@@ -24,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from math import prod
 from multiprocessing.queues import Queue
@@ -37,7 +37,6 @@ from rich.table import Table
 
 from gspo_megatron.config import Recipe, load_recipe
 from gspo_megatron.convert.hf_io import read_config
-from gspo_megatron.convert.shards import runs
 from gspo_megatron.engine import Engine, take_port
 from gspo_megatron.fleet import Fleet, Server, announce
 
@@ -46,7 +45,6 @@ MODEL_DIR = ROOT / "recipes" / "qwen3-30b-a3b"
 HOST = "127.0.0.1"
 SPEED_LIMIT = 0.6
 """Of the bare broadcast's bytes per second."""
-BARE = ("bare", "bare_buckets")
 RANKS = 2
 LIMIT_S = 600.0
 
@@ -110,46 +108,38 @@ def bare_group(rank: int, port: int) -> Any:
     return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=LIMIT_S))
 
 
-def broadcast_bare(group: Any, pieces: list[list[torch.Tensor]]) -> float:
-    """Seconds of a broadcast of each piece, those of a bucket under way at once, until the receiver has all."""
+def broadcast_bare(group: Any, buckets: Sequence[torch.Tensor]) -> float:
+    """Seconds of a broadcast of each bucket, until the receiver has all."""
     start_s = time.perf_counter()
-    for bucket in pieces:
-        for work in [group.broadcast(piece, 0) for piece in bucket]:
-            work.wait()
+    for bucket in buckets:
+        group.broadcast(bucket, 0).wait()
     group.barrier().wait()
     return time.perf_counter() - start_s
 
 
-def cut(buckets: list[list[int]]) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
-    """Memory for all bytes: each bucket in the messages of a push, and each as one."""
-    memory = torch.ones(sum(sum(sizes) for sizes in buckets), dtype=torch.uint8)
-    whole = memory.split([sum(sizes) for sizes in buckets])
-    in_messages = []
-    for bucket, sizes in zip(whole, buckets, strict=True):
-        of_message = [sum(sizes[run.start : run.stop]) for run in runs(sizes, memory.device)]
-        in_messages.append(list(bucket.split(of_message)))
-    return in_messages, [[bucket] for bucket in whole]
+def memory_for(sizes: list[int]) -> Sequence[torch.Tensor]:
+    """Buckets, all of whose pages are there."""
+    return torch.ones(sum(sizes), dtype=torch.uint8).split(sizes)
 
 
-def receive(port: int, buckets: list[list[int]], repeats: int) -> None:
+def receive(port: int, sizes: list[int], repeats: int) -> None:
     """The process that only receives."""
     torch.set_num_threads(1)
-    group = bare_group(1, port)
-    ways = cut(buckets)
+    group, buckets = bare_group(1, port), memory_for(sizes)
     for _ in range(repeats):
-        for pieces in ways:
-            broadcast_bare(group, pieces)
+        broadcast_bare(group, buckets)
 
 
-def bucket_sizes(specs: list[Any], max_bytes: int) -> list[list[int]]:
-    """Bytes of each tensor of each bucket, as Gatherer.buckets makes them."""
-    buckets: list[list[int]] = [[]]
+def bucket_sizes(specs: list[Any], max_bytes: int) -> list[int]:
+    """Bytes of each bucket, as Gatherer.buckets makes them."""
+    sizes, held = [], 0
     for _, dtype, shape in specs:
         size = prod(shape) * dtype.itemsize
-        if buckets[-1] and sum(buckets[-1]) + size > max_bytes:
-            buckets.append([])
-        buckets[-1].append(size)
-    return buckets
+        if held and held + size > max_bytes:
+            sizes.append(held)
+            held = 0
+        held += size
+    return [*sizes, held]
 
 
 def train_rank(rank: int, recipe: Recipe, ports: tuple[int, int], repeats: int, results: Queue[Any]) -> None:
@@ -161,25 +151,25 @@ def train_rank(rank: int, recipe: Recipe, ports: tuple[int, int], repeats: int, 
 
     fleet = Fleet(recipe.run_dir / "servers") if rank == 0 else None
     weight_sync = module.WeightSync(policy, recipe, fleet)
-    buckets = bucket_sizes(weight_sync._gatherer.specs, module.BUCKET_BYTES)
+    sizes = bucket_sizes(weight_sync._gatherer.specs, module.BUCKET_BYTES)
     group = None
     if rank == 0:
         context = multiprocessing.get_context("spawn")
-        receiver = context.Process(target=receive, args=(ports[1], buckets, repeats + 1), daemon=True)
+        receiver = context.Process(target=receive, args=(ports[1], sizes, repeats + 1), daemon=True)
         receiver.start()
-        group, ways = bare_group(0, ports[1]), cut(buckets)
+        group, buckets = bare_group(0, ports[1]), memory_for(sizes)
     for version in range(repeats + 1):
         weight_sync.seconds.clear()
         weight_sync.push(version)
         row = dict(weight_sync.seconds)
         if group is not None:
-            row |= {name: broadcast_bare(group, pieces) for name, pieces in zip(BARE, ways, strict=True)}
+            row["bare"] = broadcast_bare(group, buckets)
             if version:
                 results.put(row)
         dist.barrier()
     weight_sync.close()
     if rank == 0:
-        results.put([sum(sizes) for sizes in buckets])
+        results.put(sizes)
         receiver.join()
     dist.destroy_process_group()
 
@@ -218,8 +208,8 @@ def measure(recipe: Recipe, repeats: int, console: Console) -> tuple[list[dict[s
 def report(rows: list[dict[str, float]], sizes: list[int], console: Console) -> bool:
     """Print the table; whether the limit is kept."""
     gigabytes = sum(sizes) / 1e9
-    names = (*BARE, "total", "broadcast", "load", "verify", "gather", "checksum")
-    titles = ("bare", "bare, buckets", "push", "broadcast", "load", "verify", "gather", "checksum", "to bare")
+    names = ("bare", "total", "broadcast", "load", "verify", "gather", "checksum")
+    titles = ("bare", "push", "broadcast", "load", "verify", "gather", "checksum", "to bare")
     table = Table(*titles, title=f"seconds of {gigabytes:.2f} GB in {len(sizes)} buckets, limit {SPEED_LIMIT} of bare")
     for row in rows:
         table.add_row(*(f"{row[name]:.2f}" for name in names), f"{row['bare'] / row['total']:.2f}")
@@ -231,8 +221,7 @@ def report(rows: list[dict[str, float]], sizes: list[int], console: Console) -> 
     outside_s = medians["total"] - medians["broadcast"]
     console.print(
         f"{gigabytes / medians['total']:.2f} GB/s, bare {gigabytes / medians['bare']:.2f} GB/s: {ratio:.2f} of "
-        f"it, limit {SPEED_LIMIT}; {medians[BARE[1]] / medians['total']:.2f} of a bucket at a time; "
-        f"{outside_s:.2f} s outside the broadcasts",
+        f"it, limit {SPEED_LIMIT}; {outside_s:.2f} s outside the broadcasts",
         soft_wrap=True,
     )
     return ratio >= SPEED_LIMIT
