@@ -234,6 +234,7 @@ class Broadcast:
         """Groups that servers hold, or may hold."""
         self._store: dist.TCPStore | None = None
         self._group: Any = None
+        self._is_open = False
 
     def buckets(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
         """As they are."""
@@ -247,16 +248,20 @@ class Broadcast:
         """Build the group if the servers are others than in the last push; then bucket after bucket."""
         if targets.servers != self._servers:
             await self._connect(targets)
+        self._is_open = True
         await targets.all(_open_update)
         async for bucket in stream.ahead():
             await self._send(targets, bucket, stream.seconds)
         await targets.all(_close_update)
+        self._is_open = False
 
     async def leave(self, targets: Targets) -> None:
-        """Close the update and leave the group."""
+        """Close the update, if one is open (a server that runs would end its requests first), and leave the group."""
         self._drop()
-        with suppress(PushFailed):
-            await targets.all(_close_update_if_open)
+        if self._is_open:
+            with suppress(PushFailed):
+                await targets.all(_close_update_if_open)
+            self._is_open = False
         await self._leave_groups(targets)
 
     async def _leave_groups(self, targets: Targets) -> None:
