@@ -206,11 +206,6 @@ async def _open_update(server: ServerClient, _place: int) -> None:
         await server.begin_weight_update()
 
 
-async def _close_update_if_open(server: ServerClient, _place: int) -> None:
-    with suppress(RolloutError):
-        await server.end_weight_update()
-
-
 async def _close_update(server: ServerClient, _place: int) -> None:
     await server.end_weight_update()
 
@@ -260,13 +255,12 @@ class Broadcast:
         self._drop()
         if self._is_open:
             with suppress(PushFailed):
-                await targets.all(_close_update_if_open)
+                await targets.all(_close_update)
             self._is_open = False
         await self._leave_groups(targets)
 
     async def _leave_groups(self, targets: Targets) -> None:
         """Let servers forget every group that they were in; one that gives no answer is asked again another time."""
-        self._drop()
 
         async def leave(server: ServerClient, place: int) -> None:
             for name in self._groups_of.get(targets.servers[place], []):
@@ -289,7 +283,9 @@ class Broadcast:
         # Imported here: SGLang takes seconds, and only rank 0 needs its way of making a group.
         from sglang.srt.utils.common import init_custom_process_group
 
-        await self._leave_groups(targets.of(list({*self._servers, *targets.servers}.intersection(self._groups_of))))
+        holders = {*self._servers, *targets.servers}.intersection(self._groups_of)
+        self._drop()
+        await self._leave_groups(targets.of(list(holders)))
         self._name = name = f"weights_{uuid.uuid4().hex}"  # a server takes no name twice
         world_size = 1 + self._ranks_per_server * len(targets.servers)
         timeout = datetime.timedelta(seconds=self._limit_s)
@@ -619,7 +615,5 @@ class Ipc:
 
     async def leave(self, targets: Targets) -> None:
         """Close the update."""
-        try:
+        with suppress(PushFailed):
             await targets.all(_close_update)
-        except PushFailed:
-            return

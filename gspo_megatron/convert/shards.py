@@ -193,8 +193,8 @@ class Gatherer:
     def buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield lists of (hf_name, tensor) on rank 0; other ranks yield empty ones. Collective: exhaust it.
 
-        The tensors are for reading, and until the list after the next is asked for: that one takes their memory. A
-        tensor that lies whole on rank 0 is not copied.
+        The tensors are for reading, and until the list after the next is asked for: that one takes their memory. One
+        of MESSAGE_BYTES or more that lies whole on rank 0 is not copied.
 
         Args:
             max_bytes: of one list's tensors; a larger tensor is a list of its own. Rank 0 holds two lists and
