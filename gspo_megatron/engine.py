@@ -115,6 +115,8 @@ def server_environment(recipe: Recipe, inherited: Mapping[str, str], *, cuda_dev
         _check_allocator(inherited)
     if recipe.device == "cpu":
         own |= {
+            # From 1 MiB on memcpy writes past the caches, for sglang_checksum.CopyingByMemcpy.
+            "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=1048576",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",  # tiny matmuls: two threads are ten times slower than one
             "SGLANG_USE_CPU_ENGINE": "1",
@@ -496,34 +498,15 @@ class ServerClient:
         """Open a weight update; without it update_weights_from_distributed is refused."""
         await self._call("begin_weight_update")
 
-    async def update_weights_from_distributed(
-        self,
-        *,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        weight_version: int | None,
-        load_format: str | None,
-    ) -> None:
-        """Receive tensors that rank 0 of the group broadcasts meanwhile.
-
-        Args:
-            names: Hugging Face names.
-            dtypes: torch's names without the module: `float32`.
-            shapes: one per name.
-            weight_version: what the server reports from then on; None for all buckets of a push but the last.
-            load_format: `flattened_bucket`: broadcasts of many tensors (sglang.srt.weight_sync.tensor_bucket);
-                None for one broadcast per tensor.
-        """
+    async def update_weights_from_distributed(self, *, group_name: str) -> None:
+        """Receive what rank 0 of the group broadcasts meanwhile, which says itself what it is (sglang_checksum.py)."""
         await self._call(
             "update_weights_from_distributed",
-            names=list(names),
-            dtypes=list(dtypes),
-            shapes=[list(shape) for shape in shapes],
+            names=[],
+            dtypes=[],
+            shapes=[],
             group_name=group_name,
-            weight_version=None if weight_version is None else str(weight_version),
-            load_format=load_format,
+            load_format="flattened_bucket",
             flush_cache=False,  # SGLang's scheduler ends when it cannot; flush_cache answers
         )
 

@@ -15,17 +15,22 @@ that are not floating point, and those that SGLang leaves out of its own checks,
 from __future__ import annotations
 
 import datetime
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from gspo_megatron.checksum import Checksums
-from gspo_megatron.convert.shards import few_at_once, runs
+from gspo_megatron.checksum import Checksums, bytes_of
+from gspo_megatron.convert.shards import MESSAGES_AHEAD, few_at_once
 from gspo_megatron.sglang_cpu import LIMIT_VARIABLE
 
 ACTION = "received"
@@ -38,14 +43,14 @@ SMALL = 2**16
 """Parameters up to this many elements are filled wholly."""
 TWICE = "received twice"
 BROKE = "the broadcast broke"
-"""What a server says of a bucket that did not arrive."""
+"""What a server says of tensors that did not arrive."""
 
 
 class Received:
     """The record of one update of one model."""
 
-    def __init__(self, *, is_from_disk: bool, buffer: Tensor | None) -> None:
-        self.is_from_disk, self.buffer = is_from_disk, buffer
+    def __init__(self, *, is_from_disk: bool, rows: list[Tensor]) -> None:
+        self.is_from_disk, self.rows = is_from_disk, rows
         self.checksums = Checksums()
         self.twice: list[str] = []
         self.unfilled: list[str] = []
@@ -65,6 +70,35 @@ class Received:
         return self.checksums.resolve() | wrong
 
 
+class CopyingByMemcpy(TorchFunctionMode):
+    """Copies between plain CPU tensors by memcpy.
+
+    torch's loop reads memory that it is about to overwrite. memcpy does without where GLIBC_TUNABLES say so (engine.py
+    lets it from 1 MiB on), and takes two thirds of the time.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_ and len(args) == 2 and not kwargs:
+            to, source = args
+            if is_plain_copy(to, source):
+                np.copyto(bytes_of(to).numpy(), bytes_of(source).numpy())
+                return to
+        return func(*args, **(kwargs or {}))
+
+
+def is_plain_copy(to: Any, source: Any) -> bool:
+    """Whether bytes of CPU memory are all that is to be copied."""
+    return (
+        isinstance(source, Tensor)
+        and (to.dtype, to.shape, to.device.type) == (source.dtype, source.shape, source.device.type)
+        and to.device.type == "cpu"
+        and not (to.requires_grad or source.requires_grad)
+        and to.is_contiguous()
+        and source.is_contiguous()
+    )
+
+
+_NO_ROW = torch.empty(0, dtype=torch.uint8)
 _records: WeakKeyDictionary[Any, Received] = WeakKeyDictionary()
 
 
@@ -74,11 +108,12 @@ def start(model: Any, *, is_from_disk: bool = False) -> None:
         load_weights = model.load_weights
 
         def watched(weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
-            return load_weights(_records[model].watch(weights), *args, **kwargs)
+            with CopyingByMemcpy():
+                return load_weights(_records[model].watch(weights), *args, **kwargs)
 
         model.load_weights = watched
-    buffer = _records[model].buffer if model in _records else None
-    _records[model] = Received(is_from_disk=is_from_disk, buffer=buffer)
+    rows = _records[model].rows if model in _records else [_NO_ROW] * (MESSAGES_AHEAD + 1)
+    _records[model] = Received(is_from_disk=is_from_disk, rows=rows)
     for _, values in _marks(model):
         values.fill_(float("nan"))
 
@@ -86,8 +121,6 @@ def start(model: Any, *, is_from_disk: bool = False) -> None:
 def finish(model: Any) -> None:
     """Record which parameters were given nothing. Before SGLang packs them anew, which can replace them."""
     record = _records[model]
-    if record.buffer is not None and record.buffer.device.type != "cpu":
-        record.buffer = None
     marks = list(_marks(model))
     # One look at the device for all of them. float: isnan is not there for FP8.
     flags = [values.to(torch.float32).isnan().any() for _, values in marks]
@@ -119,52 +152,99 @@ def before_end(updater: Any, **_options: Any) -> None:
     finish(updater.get_model())
 
 
-class Arriving:
-    """The tensors of a bucket, each as soon as it is there, so that one is loaded while the next ones arrive."""
+Plan = list[list[tuple[str, str, list[int]]]]
+"""Of each message its tensors, in a row: name, dtype without "torch.", shape."""
 
-    def __init__(self, messages: list[tuple[Callable[[], Any], list[tuple[str, Tensor]]]]) -> None:
-        """Of calls that begin to receive a message, and the tensors that are there when it is done."""
-        self._messages, self._is_there = messages, False
+
+def send_plan(plan: Plan, group: Any, device: torch.device) -> None:
+    """Tell a group what its rank 0, which is this one, is about to broadcast."""
+    data = torch.frombuffer(bytearray(json.dumps(plan).encode()), dtype=torch.uint8).to(device)
+    torch.distributed.broadcast(torch.tensor([data.numel()], device=device), src=0, group=group)
+    torch.distributed.broadcast(data, src=0, group=group)
+
+
+def receive_plan(group: Any, device: torch.device) -> Plan:
+    """The other side of send_plan."""
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    torch.distributed.broadcast(length, src=0, group=group)
+    data = torch.empty(int(length), dtype=torch.uint8, device=device)
+    torch.distributed.broadcast(data, src=0, group=group)
+    plan: Plan = json.loads(data.cpu().numpy().tobytes())
+    return plan
+
+
+class Arriving:
+    """The tensors of a push, each as soon as it is there, so that one is loaded while the next ones arrive.
+
+    No more than MESSAGES_AHEAD messages and one are held. A CPU takes them in the same memory again and again and
+    keeps it between pushes: there the system's zeroing of new memory takes longer than the broadcast.
+    """
+
+    def __init__(self, plan: Plan, group: Any, device: torch.device, rows: list[Tensor]) -> None:
+        """Of a broadcast by a group's rank 0; rows: what an earlier push left, and is left by this one."""
+        self._plan, self._group, self._device, self._rows = plan, group, device, rows
+        self._is_begun = False
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        if self._is_there:  # SGLang gives a bucket to each model of the server, a draft model too
-            yield from (item for _, tensors in self._messages for item in tensors)
-            return
-        works = few_at_once(begin for begin, _ in self._messages)
-        for work, (_, tensors) in zip(works, self._messages, strict=True):
-            try:
+        """Yield (name, tensor).
+
+        Raises:
+            RuntimeError: the broadcast broke; asked a second time.
+        """
+        if self._is_begun:
+            raise RuntimeError("a push is loaded into one model; servers with a draft model want another transport")
+        self._is_begun = True
+        for work, tensors in few_at_once(partial(self._begin, i, message) for i, message in enumerate(self._plan)):
+            with naming_breaks():
                 work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(f"{BROKE}: {error}") from error
             yield from tensors
-        self._is_there = True
+
+    def _begin(self, place: int, message: list[tuple[str, str, list[int]]]) -> tuple[Any, list[tuple[str, Tensor]]]:
+        kinds: list[torch.dtype] = [getattr(torch, dtype) for _, dtype, _ in message]
+        sizes = [prod(shape) * kind.itemsize for kind, (_, _, shape) in zip(kinds, message, strict=True)]
+        row = self._row(place, sum(sizes))
+        tensors = [
+            (name, piece.view(kind).view(shape))
+            for (name, _, shape), kind, piece in zip(message, kinds, row.split(sizes), strict=True)
+        ]
+        with naming_breaks():
+            return torch.distributed.broadcast(row, src=0, group=self._group, async_op=True), tensors
+
+    def _row(self, place: int, num_bytes: int) -> Tensor:
+        """Memory for a message; a GPU's comes and goes in the order of its stream."""
+        if self._device.type != "cpu":
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        place %= len(self._rows)  # one more than are under way: the last tensor of the one before is still at hand
+        if self._rows[place].numel() < num_bytes or _is_held(self._rows[place]):
+            self._rows[place] = _NO_ROW  # before the next one is there
+            self._rows[place] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._rows[place][:num_bytes]
 
 
-def receive_bucket(
-    updater: Any, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str
-) -> Arriving:
-    """Replaces WeightUpdater._receive_bucketed_weights_from_distributed: into one buffer.
+def _is_held(row: Tensor) -> bool:
+    """Whether others than its own tensor hold this memory: a model that loads a tensor later than it was given it."""
+    return bool(torch._C._storage_Use_Count(row.untyped_storage()._cdata) > 2)  # the tensor, and the question
 
-    It is kept until the update ends, on a CPU for the next one. Upstream allocates each bucket twice and anew; there
-    the system's zeroing of that memory takes longer than the broadcast. The tensors are views: load_weights copies
-    them before the next bucket overwrites the buffer.
+
+def receive_push(updater: Any, *, group_name: str, **_nothing: Any) -> Arriving:
+    """Replaces WeightUpdater._receive_bucketed_weights_from_distributed, for all tensors of an update at once.
+
+    The request says no more than the group; what comes is said there.
     """
-    record = _records[updater.get_model()]
-    kinds: list[torch.dtype] = [getattr(torch, dtype) for dtype in dtypes]
-    sizes = [prod(shape) * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
-    if record.buffer is None or record.buffer.numel() < sum(sizes):
-        record.buffer = None  # before the next one is there
-        record.buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=updater.device)
-    flat = record.buffer[: sum(sizes)]
-    pieces = zip(names, flat.split(sizes), kinds, shapes, strict=True)
-    tensors = [(name, piece.view(kind).view(shape)) for name, piece, kind, shape in pieces]
     group = updater._model_update_group[group_name]
+    device = torch.device(updater.device)
+    with naming_breaks():
+        plan = receive_plan(group, device)
+    return Arriving(plan, group, device, _records[updater.get_model()].rows)
 
-    def begin_of(run: range) -> Callable[[], Any]:
-        row = flat[sum(sizes[: run.start]) : sum(sizes[: run.stop])]
-        return lambda: torch.distributed.broadcast(row, src=0, group=group, async_op=True)
 
-    return Arriving([(begin_of(run), tensors[run.start : run.stop]) for run in runs(sizes, flat.device)])
+@contextmanager
+def naming_breaks() -> Iterator[None]:
+    """Say of an error of a collective that it is one."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{BROKE}: {error}") from error
 
 
 def around_disk(original: Callable[..., Any], updater: Any, *args: Any, **options: Any) -> Any:
@@ -209,7 +289,7 @@ def register() -> None:
     HookRegistry.register(f"{updater}.begin_weight_update", after_begin, HookType.AFTER)
     HookRegistry.register(f"{updater}.end_weight_update", before_end, HookType.BEFORE)
     receive = f"{updater}._receive_bucketed_weights_from_distributed"
-    HookRegistry.register(receive, receive_bucket, HookType.REPLACE)
+    HookRegistry.register(receive, receive_push, HookType.REPLACE)
     HookRegistry.register(f"{updater}.update_weights_from_disk", around_disk, HookType.AROUND)
     HookRegistry.register("sglang.srt.utils.common.init_custom_process_group", with_time_limit, HookType.AROUND)
     loader = "sglang.srt.model_loader.loader.DefaultModelLoader"

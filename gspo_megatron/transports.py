@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import prod
@@ -32,22 +32,26 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from gspo_megatron.checksum import Checksums, bytes_of
 from gspo_megatron.config import Recipe
 from gspo_megatron.convert.hf_io import write_hf_dir
-from gspo_megatron.convert.safetensors_io import TensorSpec
+from gspo_megatron.convert.safetensors_io import TensorSpec, spec_bytes
 from gspo_megatron.convert.shards import few_at_once, runs
 from gspo_megatron.engine import RolloutError, ServerClient
 from gspo_megatron.fleet import Server
-from gspo_megatron.sglang_checksum import BROKE
+from gspo_megatron.sglang_checksum import BROKE, send_plan
 from gspo_megatron.threads import in_daemon_thread
 
 T = TypeVar("T")
 Bucket = list[tuple[str, Tensor]]
 
+MESSAGE_BYTES = 64 * 2**20
+"""Of one broadcast, and what its last tensor goes beyond it."""
 NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
 """Read when a group is made. Left to itself, torch's watchdog ends this process when a server of the group is lost; it
 also sleeps four times the second value first, and whoever destroys the group waits for it."""
 STALL_S = 10.0
 """What gloo gives one message: a server that does not take it breaks the group, which frees the others. Less than a
 server may take to be paused, which the next attempt begins with."""
+FOREVER_S = 86_400.0
+"""Of one request: what watches it has a limit of its own."""
 SETTLE_S = 5.0
 """When a collective broke, servers that wait in it get this long to notice and say so."""
 
@@ -72,8 +76,7 @@ class Targets:
     def __init__(self, session: aiohttp.ClientSession, servers: Sequence[Server], *, limit_s: float) -> None:
         self.servers = list(servers)
         self.limit_s, self._session = limit_s, session
-        # all() watches the time; a request's own limit is only for what it leaves behind.
-        self._clients = {s: ServerClient(session, s.url, timeout_s=2 * limit_s) for s in self.servers}
+        self._clients = {s: ServerClient(session, s.url, timeout_s=FOREVER_S) for s in self.servers}
 
     def of(self, servers: Sequence[Server]) -> Targets:
         """Others, asked in the same way."""
@@ -83,29 +86,37 @@ class Targets:
         self,
         call: Callable[[ServerClient, int], Awaitable[None]],
         *,
-        beside: Callable[[], object] | None = None,
+        beside: Awaitable[object] | None = None,
         release: Callable[[], None] | None = None,
+        last_sign_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Ask every server at once, with a blocking function of the trainer's beside them.
+        """Ask every server at once, with something of the trainer's own beside them.
 
         Args:
             call: takes the client and the place of its server.
-            beside: runs in a thread.
+            beside: the trainer's own part.
             release: for a collective: called when one has failed, so that nobody goes on waiting for it.
+            last_sign_s: time.monotonic of the last sign of progress, from which on the time limit counts.
 
         Raises:
             PushFailed: names the servers that failed, of the first kind that there is: connection lost; refused; no
                 answer; the collective broke. Those of a later kind wait for these, or failed for them.
-            RolloutError: only the function beside them failed.
+            RolloutError: only the trainer's own part failed.
         """
         of_task = {asyncio.ensure_future(call(c, i)): s for i, (s, c) in enumerate(self._clients.items())}
-        own = [] if beside is None else [in_daemon_thread(beside)]
+        own = [] if beside is None else [asyncio.ensure_future(beside)]
         everything: list[asyncio.Future[Any]] = [*of_task, *own]
         if not everything:
             return
         until = asyncio.ALL_COMPLETED if release is None else asyncio.FIRST_EXCEPTION
-        done, pending = await asyncio.wait(everything, timeout=self.limit_s, return_when=until)
-        if not pending and all(future.exception() is None for future in done):
+        start_s, pending, is_over = time.monotonic(), set(everything), False
+        while pending and not is_over:
+            left_s = max(start_s, last_sign_s()) + self.limit_s - time.monotonic()
+            if left_s <= 0.0:
+                break
+            done, pending = await asyncio.wait(pending, timeout=left_s, return_when=until)
+            is_over = release is not None and any(future.exception() is not None for future in done)
+        if not pending and all(future.exception() is None for future in everything):
             return
         if release is not None:
             release()
@@ -130,6 +141,7 @@ class Targets:
             if reasons:
                 raise PushFailed(reasons, are_silent=are_silent)
         if not own[0].done():
+            own[0].cancel()
             raise RolloutError(f"the trainer's side of a weight push was not done within {self.limit_s:g} s")
         cause = own[0].exception()
         raise RolloutError(f"the trainer's side of a weight push failed: {type(cause).__name__}: {cause}") from cause
@@ -218,10 +230,15 @@ class Broadcast:
     time limit of rank 0's own side runs out, its connections close.
     """
 
-    def __init__(self, recipe: Recipe, *, limit_s: float) -> None:
+    def __init__(
+        self, recipe: Recipe, plan: Sequence[Sequence[TensorSpec]], *, device: torch.device, limit_s: float
+    ) -> None:
+        """Of buckets of these tensors, on this device."""
+        self._messages = [list(messages_of(bucket)) for bucket in plan]
+        """Of each bucket."""
         self._host, self._port = recipe.cluster.host, recipe.cluster.weight_port
         self._ranks_per_server = recipe.ranks_per_server
-        self._backend = "nccl" if recipe.device == "cuda" else "gloo"
+        self._device, self._backend = device, "nccl" if device.type == "cuda" else "gloo"
         self._limit_s = limit_s
         self._servers: list[Server] = []
         self._name = ""
@@ -240,13 +257,12 @@ class Broadcast:
         stream.begin()
 
     async def deliver(self, targets: Targets, stream: BucketStream) -> None:
-        """Build the group if the servers are others than in the last push; then bucket after bucket."""
+        """Build the group if the servers are others than in the last push; then one request for all buckets."""
         if targets.servers != self._servers:
             await self._connect(targets)
         self._is_open = True
         await targets.all(_open_update)
-        async for bucket in stream.ahead():
-            await self._send(targets, bucket, stream.seconds)
+        await self._send(targets, stream)
         await targets.all(_close_update)
         self._is_open = False
 
@@ -330,52 +346,62 @@ class Broadcast:
                     raise
                 raise CollectiveBroke(str(error)) from error
 
-        await targets.all(server_joins, beside=join, release=self._drop)
+        await targets.all(server_joins, beside=in_daemon_thread(join), release=self._drop)
         self._servers, self._group = targets.servers, joined.pop()
         if self._backend == "gloo":
             _set_pg_timeout(datetime.timedelta(seconds=min(STALL_S, self._limit_s / 2)), self._group)
 
-    async def _send(self, targets: Targets, bucket: Bucket, seconds: dict[str, float]) -> None:
-        """One bucket as the bytes of its tensors, one after the other (SGLang's FlattenedTensorBucket).
+    async def _send(self, targets: Targets, stream: BucketStream) -> None:
+        """Servers load what has arrived while the rest is on its way (sglang_checksum.Arriving)."""
+        seconds, sent_s = stream.seconds, time.monotonic()
 
-        In as many broadcasts as sglang_checksum.receive_bucket expects.
-        """
-        bucket = widest_first(bucket)
-        tensors = [tensor for _, tensor in bucket]
-        messages = runs([tensor.nbytes for tensor in tensors], tensors[0].device)
-        rows = [row_of_bytes(tensors[run.start : run.stop]) for run in messages]
-        start_s = sent_s = time.perf_counter()
-
-        def broadcast() -> None:
+        async def broadcasts() -> None:
             nonlocal sent_s
-            group = self._group  # nobody else may hold it: servers are freed when it is gone
-            for work in few_at_once(partial(dist.broadcast, row, src=0, group=group, async_op=True) for row in rows):
-                if self._backend == "gloo":
-                    work.wait()  # no longer than the group's time limit
-                while not work.is_completed():
-                    if time.perf_counter() > start_s + self._limit_s:
-                        raise TimeoutError(f"broadcast took more than {self._limit_s:g} s")
-                    time.sleep(0.0005)
-            sent_s = time.perf_counter()
+            messages = iter(self._messages)
+            await in_daemon_thread(self._tell)
+            async for bucket in stream.ahead():
+                tensors = dict(bucket)
+                rows = [row_of_bytes([tensors[name] for name, _, _ in message]) for message in next(messages)]
+                start_s = time.perf_counter()
+                await in_daemon_thread(partial(self._broadcast, rows))
+                seconds["broadcast"] += time.perf_counter() - start_s
+                sent_s = time.monotonic()
 
         async def receive(server: ServerClient, _place: int) -> None:
             try:
-                await server.update_weights_from_distributed(
-                    names=[name for name, _ in bucket],
-                    dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-                    shapes=[list(tensor.shape) for _, tensor in bucket],
-                    group_name=self._name,
-                    weight_version=None,
-                    load_format="flattened_bucket",
-                )
+                await server.update_weights_from_distributed(group_name=self._name)
             except RolloutError as error:
                 if BROKE in str(error):
                     raise CollectiveBroke(str(error)) from error
                 raise
 
-        await targets.all(receive, beside=broadcast, release=self._drop)
-        seconds["broadcast"] += sent_s - start_s
-        seconds["load"] += time.perf_counter() - sent_s
+        await targets.all(receive, beside=broadcasts(), release=self._drop, last_sign_s=lambda: sent_s)
+        seconds["load"] += time.monotonic() - sent_s
+
+    def _held_group(self) -> Any:
+        """For a local variable: servers are freed when nobody holds it. None would be the trainer's own group."""
+        if self._group is None:
+            raise RuntimeError("the group was dropped")
+        return self._group
+
+    def _tell(self) -> None:
+        plan = [
+            [(name, str(dtype).removeprefix("torch."), list(shape)) for name, dtype, shape in message]
+            for messages in self._messages
+            for message in messages
+        ]
+        send_plan(plan, self._held_group(), self._device)
+
+    def _broadcast(self, rows: Sequence[Tensor]) -> None:
+        """Returns when servers have all of it; a group that nobody takes it from raises within its time limit."""
+        group, start_s = self._held_group(), time.perf_counter()
+        for work in few_at_once(partial(dist.broadcast, row, src=0, group=group, async_op=True) for row in rows):
+            if self._backend == "gloo":
+                work.wait()  # no longer than the group's time limit
+            while not work.is_completed():
+                if time.perf_counter() > start_s + self._limit_s:
+                    raise TimeoutError(f"broadcast took more than {self._limit_s:g} s")
+                time.sleep(0.0005)
 
 
 @contextmanager
@@ -413,9 +439,16 @@ def _listen(host: str, port: int, timeout: datetime.timedelta) -> dist.TCPStore:
     )
 
 
-def widest_first(bucket: Bucket) -> Bucket:
-    """The bucket in an order in which each tensor begins, in a row of bytes, at a multiple of its element's size."""
-    return sorted(bucket, key=lambda item: -item[1].dtype.itemsize)
+def widest_first(items: Iterable[Any]) -> list[Any]:
+    """(name, tensor) or specs in an order in which each begins, in a row, at a multiple of its element's size."""
+    return sorted(items, key=lambda item: -item[1].itemsize)
+
+
+def messages_of(bucket: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
+    """A bucket's tensors in the messages that go to the servers."""
+    specs = widest_first(bucket)
+    for run in runs(map(spec_bytes, specs), MESSAGE_BYTES):
+        yield specs[run.start : run.stop]
 
 
 def row_of_bytes(tensors: Sequence[Tensor]) -> Tensor:

@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 BUCKET_BYTES = 512 * 2**20
 """Bytes of one bucket, or the largest tensor. Rank 0 holds two, and a third where the bytes of the one sent have to be
-brought in a row; a server holds one beside its weights. On a CPU they keep that memory between pushes."""
+brought in a row; a server holds five messages (transports.MESSAGE_BYTES, or a larger tensor). On a CPU they keep that
+memory between pushes."""
 PAUSE_LIMIT_S = 15.0
 """A server that is asked to pause answers between two batches."""
 TICK_S = 5.0
@@ -76,7 +77,10 @@ class WeightSync:
             specs = self._fp8.specs
         self._transport: Transport
         if cluster.weight_transport == "broadcast":
-            self._transport = Broadcast(recipe, limit_s=self._limit_s)
+            plan = self._gatherer.plan(BUCKET_BYTES)
+            if self._fp8 is not None:
+                plan = [self._fp8.specs_of(specs) for specs in plan]
+            self._transport = Broadcast(recipe, plan, device=policy.parallel.device, limit_s=self._limit_s)
         elif cluster.weight_transport == "ipc":
             self._transport = Ipc(
                 recipe, self._gatherer.specs, bucket_bytes=BUCKET_BYTES, device=policy.parallel.device

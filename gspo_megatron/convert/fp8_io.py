@@ -328,16 +328,21 @@ class Fp8Export:
         if scale_dtype == torch.float8_e8m0fnu and not self._format.power_of_two_scale:
             raise ConversionError("export: scales in float8_e8m0fnu want scale_fmt 'ue8m0' in the quantization_config")
         self._block, self._scale_dtype = self._format.block, scale_dtype
-        self.specs: list[TensorSpec] = []
+        self.specs = self.specs_of(specs)
         """(name, dtype, shape) of every tensor that is written, in order: each payload, then its scale."""
-        for name, dtype, shape in specs:
-            if not self._format.converts(name, shape):
-                self.specs.append((name, dtype, shape))
-                continue
-            scales = scale_shape((shape[0], shape[1]), self._block)
-            self.specs += [(name, torch.float8_e4m3fn, shape), (name + "_scale_inv", scale_dtype, scales)]
         if len(self.specs) == len(specs):
             raise ConversionError("export: no weight of this model would be FP8")
+
+    def specs_of(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+        """What `tensors` makes of these."""
+        written: list[TensorSpec] = []
+        for name, dtype, shape in specs:
+            if not self._format.converts(name, shape):
+                written.append((name, dtype, shape))
+                continue
+            scales = scale_shape((shape[0], shape[1]), self._block)
+            written += [(name, torch.float8_e4m3fn, shape), (name + "_scale_inv", self._scale_dtype, scales)]
+        return written
 
     def tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Quantise a stream of the tensors that `specs` was made for, in their order.

@@ -160,17 +160,18 @@ def plan_hf_files(tensors: Sequence[TensorSpec], *, max_file_bytes: int = MAX_FI
         if dtype not in _DTYPE_NAMES:
             raise ConversionError(f"{name}: {dtype} cannot be written to safetensors")
         names.add(name)
-        if groups[-1] and group_bytes + _num_bytes(spec) > max_file_bytes:
+        if groups[-1] and group_bytes + spec_bytes(spec) > max_file_bytes:
             groups.append([])
             group_bytes = 0
         groups[-1].append(spec)
-        group_bytes += _num_bytes(spec)
+        group_bytes += spec_bytes(spec)
     if len(groups) == 1:
         return [_plan_file("model.safetensors", groups[0])]
     return [_plan_file(f"model-{i:05d}-of-{len(groups):05d}.safetensors", g) for i, g in enumerate(groups, start=1)]
 
 
-def _num_bytes(spec: TensorSpec) -> int:
+def spec_bytes(spec: TensorSpec) -> int:
+    """Of the tensor."""
     return prod(spec[2]) * spec[1].itemsize
 
 
@@ -178,7 +179,7 @@ def _plan_file(file_name: str, tensors: Sequence[TensorSpec]) -> HfFile:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, dtype, shape in tensors:
-        stop = offset + _num_bytes((name, dtype, shape))
+        stop = offset + spec_bytes((name, dtype, shape))
         header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, stop]}
         offset = stop
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gspo_megatron.checksum import bytes_of
 from gspo_megatron.convert.ops import Block, Box, Shape, TensorMap, mcore_problems, raise_problems, slices
+from gspo_megatron.convert.safetensors_io import TensorSpec, spec_bytes
 
 T = TypeVar("T")
 
@@ -26,10 +27,8 @@ MESSAGE_BYTES = 32 * 2**20
 """Of one point-to-point message, at most."""
 ALONE_BYTES = 32 * 2**10
 """From this size on a tensor, or a piece of one, is a message of its own on a CPU."""
-PARTS = 16
-"""Of a bucket on its way to the servers."""
 MESSAGES_AHEAD = 4
-"""That are on their way at once; what rank 0 holds beside the bucket that it assembles."""
+"""That are on their way at once; what rank 0 holds beside the bucket that it assembles, and a server in all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,28 +122,20 @@ def few_at_once(begins: Iterable[Callable[[], T]]) -> Iterator[T]:
         yield under_way.popleft()
 
 
-def runs(sizes: Sequence[int], device: torch.device) -> Iterator[range]:
-    """Which tensors of a bucket go to the servers in one message; both sides ask this.
-
-    On a GPU it is all of them. A CPU sends about PARTS messages, so that a server loads tensors while others arrive.
-
-    Args:
-        sizes: bytes of each tensor, in order.
-        device: of the tensors.
-    """
-    least = sum(sizes) / PARTS if device.type == "cpu" else sum(sizes)
-    start = held_bytes = 0
-    for i, size in enumerate(sizes):
+def runs(sizes: Iterable[int], least_bytes: int) -> Iterator[range]:
+    """Runs of things of these sizes, of least_bytes or little more; the last one has what is left."""
+    start, stop, held_bytes = 0, 0, 0
+    for stop, size in enumerate(sizes, 1):
         held_bytes += size
-        if held_bytes >= least:
-            yield range(start, i + 1)
-            start, held_bytes = i + 1, 0
-    if start < len(sizes):
-        yield range(start, len(sizes))
+        if held_bytes >= least_bytes:
+            yield range(start, stop)
+            start, held_bytes = stop, 0
+    if start < stop:
+        yield range(start, stop)
 
 
 class Gatherer:
-    """Brings whole Hugging Face tensors to rank 0, a bucket at a time, in the table's order.
+    """Brings whole Hugging Face tensors to rank 0, a bucket at a time, in the order of specs.
 
     Building it is "Collective over the default group": owners' addresses are exchanged and checked once.
     """
@@ -181,8 +172,10 @@ class Gatherer:
                         self._whole[name] = piece
                     bands = _row_bands(block, MESSAGE_BYTES // part.dtype.itemsize)
                     self._pieces[name] += [_Piece(part, op.mcore_name, band) for band in bands]
-        self.specs = [(name, pieces[0].part.dtype, shapes[name]) for name, pieces in self._pieces.items()]
-        """(hf_name, dtype, shape) of every tensor, in order."""
+        specs = [(name, pieces[0].part.dtype, shapes[name]) for name, pieces in self._pieces.items()]
+        self.specs = sorted(specs, key=lambda spec: spec_bytes(spec) < MESSAGE_BYTES)
+        """Of every tensor, in order: the table's, but large ones first, since nothing hides the loading of the last
+        one."""
         self._device = device or next((s.data.device for s in self._own.values()), torch.device("cpu"))
         self._rows = self._new_rows() if self._device.type == "cpu" else None
         """A CPU's memory costs more to get than to fill, so it is kept; a GPU's is left to torch."""
@@ -200,21 +193,24 @@ class Gatherer:
             max_bytes: of one list's tensors; a larger tensor is a list of its own. Rank 0 holds two lists and
                 MESSAGES_AHEAD messages, the others these messages.
         """
-        bucket: list[tuple[str, torch.dtype, Shape]] = []
-        held_bytes = 0
         rows = self._new_rows() if self._rows is None else self._rows
-        for spec in self.specs:
-            size = prod(spec[2]) * spec[1].itemsize
-            if bucket and held_bytes + size > max_bytes:
-                yield self._gather(bucket, rows)
-                bucket, held_bytes = [], 0
-            bucket.append(spec)
-            held_bytes += size
-        yield self._gather(bucket, rows)
+        for bucket in self.plan(max_bytes):
+            yield self._gather(bucket, rows)
 
-    def _gather(
-        self, bucket: list[tuple[str, torch.dtype, Shape]], rows: deque[Tensor]
-    ) -> list[tuple[str, Tensor]]:
+    def plan(self, max_bytes: int) -> list[list[TensorSpec]]:
+        """Which tensors buckets(max_bytes) yields in each list."""
+        lists: list[list[TensorSpec]] = [[]]
+        held_bytes = 0
+        for spec in self.specs:
+            size = spec_bytes(spec)
+            if lists[-1] and held_bytes + size > max_bytes:
+                lists.append([])
+                held_bytes = 0
+            lists[-1].append(spec)
+            held_bytes += size
+        return lists
+
+    def _gather(self, bucket: list[TensorSpec], rows: deque[Tensor]) -> list[tuple[str, Tensor]]:
         """Owners send their pieces to rank 0, rank by rank, in messages."""
         is_first = self._rank == 0
         whole, assembled = {}, {}
@@ -291,12 +287,12 @@ class Gatherer:
         return shard.boxed[slices(inside)].to(self._device, non_blocking=True)
 
 
-def _in_a_row(bucket: list[tuple[str, torch.dtype, Shape]], rows: deque[Tensor]) -> dict[str, Tensor]:
+def _in_a_row(bucket: list[TensorSpec], rows: deque[Tensor]) -> dict[str, Tensor]:
     """Uninitialised tensors in the memory of rows[0], which grows as needed and goes to the end.
 
     The widest dtype comes first, so that each tensor is aligned.
     """
-    num_bytes = sum(prod(shape) * dtype.itemsize for _, dtype, shape in bucket)
+    num_bytes = sum(map(spec_bytes, bucket))
     row = rows.popleft()
     if row.numel() < num_bytes:
         device = row.device

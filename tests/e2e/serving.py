@@ -11,10 +11,10 @@ from pathlib import Path
 import aiohttp
 import torch
 
-from gspo_megatron.convert.shards import runs
 from gspo_megatron.engine import ServerClient, post, take_port
 from gspo_megatron.fleet import Fleet, Server, announce
 from gspo_megatron.rollout import Client, Vocabulary, sampling_seed
+from gspo_megatron.sglang_checksum import send_plan
 from gspo_megatron.types import Prompt
 
 EOS, VOCAB = 1, 48
@@ -113,7 +113,7 @@ def call(url, method, *args, timeout_s=60.0, **kwargs):
 
 
 async def push_weights(url, state, *, weight_version, mode="retract", flush=True):
-    """Send all tensors of state in two flattened buckets over a gloo group of this process and the server.
+    """Send all tensors of state in two messages over a gloo group of this process and the server.
 
     What runs is paused in a mode of SGLang's, and resumed.
     """
@@ -143,24 +143,17 @@ async def push_weights(url, state, *, weight_version, mode="retract", flush=True
         )
         await joined
         await server.begin_weight_update()
+        received = asyncio.create_task(server.update_weights_from_distributed(group_name=name))
+        plan = [[(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in bucket] for bucket in buckets]
+        await asyncio.to_thread(send_plan, plan, group, torch.device("cpu"))
         for bucket in buckets:
-            received = asyncio.create_task(
-                server.update_weights_from_distributed(
-                    names=[n for n, _ in bucket],
-                    dtypes=[str(t.dtype).removeprefix("torch.") for _, t in bucket],
-                    shapes=[t.shape for _, t in bucket],
-                    group_name=name,
-                    weight_version=weight_version if bucket is buckets[-1] else None,
-                    load_format="flattened_bucket",
-                )
-            )
-            for run in runs([t.nbytes for _, t in bucket], torch.device("cpu")):
-                flat = FlattenedTensorBucket(named_tensors=bucket[run.start : run.stop]).get_flattened_tensor()
-                await asyncio.to_thread(torch.distributed.broadcast, flat, src=0, group=group)
-            await received
+            flat = FlattenedTensorBucket(named_tensors=bucket).get_flattened_tensor()
+            await asyncio.to_thread(torch.distributed.broadcast, flat, src=0, group=group)
+        await received
         await server.end_weight_update()
         if flush:
             await server.flush_cache()
+        await server.update_weight_version(weight_version)
         await server.continue_generation()
         await server.destroy_weights_update_group(group_name=name)
         torch.distributed.destroy_process_group(group)

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections import defaultdict
 from functools import partial
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -14,12 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_megatron.checksum import bytes_of
-from gspo_megatron.convert.shards import PARTS, runs
+from gspo_megatron.config import load_recipe
+from gspo_megatron.convert.shards import MESSAGES_AHEAD, runs
 from gspo_megatron.engine import RolloutError
 from gspo_megatron.fleet import Server
-from gspo_megatron.sglang_checksum import BROKE, Arriving
+from gspo_megatron.sglang_checksum import BROKE, Arriving, CopyingByMemcpy
 from gspo_megatron.threads import in_daemon_thread
-from gspo_megatron.transports import BucketStream, CollectiveBroke, PushFailed, Targets, row_of_bytes, widest_first
+from gspo_megatron.transports import (
+    Broadcast,
+    BucketStream,
+    CollectiveBroke,
+    PushFailed,
+    Targets,
+    messages_of,
+    row_of_bytes,
+    widest_first,
+)
 from gspo_megatron.weight_sync import check_received
 
 SERVERS = [Server(name=f"server_{i}", url=f"http://host:{i}", incarnation=0) for i in range(3)]
@@ -41,8 +52,10 @@ async def is_silent():
     await asyncio.sleep(60)
 
 
-def ask(behaviours, limit_s=0.3, **options):
+def ask(behaviours, limit_s=0.3, beside=None, **options):
     async def run():
+        if beside is not None:
+            options["beside"] = in_daemon_thread(beside)
         async with aiohttp.ClientSession() as session:
             targets = Targets(session, SERVERS, limit_s=limit_s)
             await targets.all(lambda _client, place: behaviours[place](), **options)
@@ -218,47 +231,119 @@ def test_bytes_are_sent_from_where_they_lie_if_they_lie_in_a_row():
 
 
 @settings(max_examples=100)
-@given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=300), device=st.sampled_from(["cpu", "cuda"]))
-def test_messages_of_a_bucket_are_its_tensors_in_order(sizes, device):
-    messages = list(runs(sizes, torch.device(device)))
-    assert [i for run in messages for i in run] == list(range(len(sizes)))
-    assert all(messages)
-    assert len(messages) <= (PARTS + 1 if device == "cpu" and any(sizes) else len(sizes))
+@given(sizes=st.lists(st.integers(0, 50), max_size=100), least_bytes=st.integers(1, 100))
+def test_runs_are_everything_in_order_and_none_is_larger_than_it_has_to_be(sizes, least_bytes):
+    found = list(runs(sizes, least_bytes))
+    assert [i for run in found for i in run] == list(range(len(sizes)))
+    assert all(sum(sizes[i] for i in run[:-1]) < least_bytes for run in found)
+    assert all(sum(sizes[i] for i in run) >= least_bytes for run in found[:-1])
 
 
-def test_tensor_of_a_message_is_given_when_it_is_there_and_no_more_than_a_few_are_waited_for():
-    log = []
+class Broadcasts:
+    """Stands in for torch.distributed.broadcast on the receiving side: message i is bytes of i."""
 
-    class Work:
-        def __init__(self, i):
-            self.i = i
+    def __init__(self, breaks_at=None):
+        self.log, self.rows, self.breaks_at = [], [], breaks_at
 
-        def wait(self):
-            log.append(f"there {self.i}")
-
-    def begin(i):
-        log.append(f"begin {i}")
-        return Work(i)
-
-    messages = [(partial(begin, i), [(f"t{i}", torch.zeros(1))]) for i in range(6)]
-    arriving = Arriving(messages)
-    for name, _ in arriving:
-        log.append(name)
-    first = ["begin 0", "begin 1", "begin 2", "begin 3", "there 0", "t0", "begin 4", "there 1", "t1"]
-    assert log[: len(first)] == first
-    assert log[-2:] == ["there 5", "t5"]
-    log.clear()
-    assert [name for name, _ in arriving] == [f"t{i}" for i in range(6)], "a second model gets the same"
-    assert log == []
+    def __call__(self, row, *, src, group, async_op):
+        self.rows.append(row.data_ptr())
+        self.log.append(f"begin {len(self.rows) - 1}")
+        return Work(self, row, len(self.rows) - 1)
 
 
-def test_broadcast_that_breaks_is_named_so():
-    class Broken:
-        def wait(self):
+class Work:
+    def __init__(self, broadcasts, row, i):
+        self.broadcasts, self.row, self.i = broadcasts, row, i
+
+    def wait(self):
+        if self.i == self.broadcasts.breaks_at:
             raise RuntimeError("closed")
+        self.row.fill_(self.i)
+        self.broadcasts.log.append(f"there {self.i}")
 
+
+def arrive(monkeypatch, broadcasts, count, rows=None):
+    monkeypatch.setattr("torch.distributed.broadcast", broadcasts)
+    rows = [torch.empty(0, dtype=torch.uint8)] * (MESSAGES_AHEAD + 1) if rows is None else rows
+    plan = [[(f"a{i}", "float32", [2, 3]), (f"b{i}", "uint8", [5])] for i in range(count)]
+    return Arriving(plan, None, torch.device("cpu"), rows)
+
+
+def test_tensor_of_a_message_is_given_when_it_is_there_and_no_more_than_a_few_are_waited_for(monkeypatch):
+    broadcasts = Broadcasts()
+    arriving = arrive(monkeypatch, broadcasts, 6)
+    for name, tensor in arriving:
+        broadcasts.log.append(name)
+        assert tensor.view(torch.uint8).unique().tolist() == [int(name[1])]
+        assert tensor.shape == ((2, 3) if name[0] == "a" else (5,))
+    first = [*(f"begin {i}" for i in range(4)), "there 0", "a0", "b0", "begin 4", "there 1", "a1", "b1"]
+    assert broadcasts.log[: len(first)] == first
+    assert broadcasts.log[-3:] == ["there 5", "a5", "b5"]
+    with pytest.raises(RuntimeError, match="draft model"):
+        list(arriving)
+
+
+def test_memory_of_messages_is_used_again_unless_someone_still_holds_it(monkeypatch):
+    broadcasts = Broadcasts()
+    rows = [torch.empty(0, dtype=torch.uint8)] * (MESSAGES_AHEAD + 1)
+    for count in (20, 10):
+        for _ in arrive(monkeypatch, broadcasts, count, rows):
+            pass
+    assert len(set(broadcasts.rows)) == MESSAGES_AHEAD + 1
+    held = {name: tensor[1:] for name, tensor in arrive(monkeypatch, Broadcasts(), 20, rows) if int(name[1:]) % 3 == 0}
+    for name, tensor in held.items():
+        assert tensor.view(torch.uint8).unique().tolist() == [int(name[1:])]
+
+
+def test_broadcast_that_breaks_is_named_so(monkeypatch):
     with pytest.raises(RuntimeError, match=f"{BROKE}: closed"):
-        list(Arriving([(Broken, [])]))
+        list(arrive(monkeypatch, Broadcasts(breaks_at=2), 4))
+
+
+def test_message_is_of_neighbours_and_the_widest_come_first():
+    bucket = [("a", torch.bfloat16, (3, 2**23)), ("b", torch.float32, (1,)), ("c", torch.bfloat16, (2**25 + 1,))]
+    bucket += [("d", torch.bfloat16, (7,)), ("e", torch.float8_e4m3fn, (5,))]
+    messages = [[name for name, _, _ in message] for message in messages_of(bucket)]
+    assert messages == [["b", "a", "c"], ["d", "e"]]
+
+
+def test_copy_by_memcpy_is_torchs_copy():
+    source = torch.arange(24.0).view(4, 6)
+    targets = [torch.zeros(4, 6), torch.zeros(4, 6, dtype=torch.bfloat16), torch.zeros(6, 4).t(), torch.zeros(2, 4, 6)]
+    targets += [torch.zeros(8, 6)[2:6], torch.nn.Parameter(torch.zeros(4, 6)).data]
+    for target in targets:
+        wanted = torch.zeros_like(target).copy_(source)
+        with CopyingByMemcpy():
+            assert target.copy_(source) is target
+        assert torch.equal(target, wanted)
+    with CopyingByMemcpy():
+        target = torch.zeros(6, 4).copy_(source.t())
+        one = torch.zeros(1).copy_(source[1:2, 1])
+    assert torch.equal(target, source.t()) and one == 7.0
+
+
+def test_dropped_group_is_an_error_and_not_the_trainers_own_group():
+    recipe = load_recipe(Path("recipes/gspo-tiny-moe-cpu.yaml"))
+    transport = Broadcast(recipe, [], device=torch.device("cpu"), limit_s=1.0)
+    with pytest.raises(RuntimeError, match="dropped"):
+        transport._broadcast([torch.zeros(1)])
+
+
+def test_time_limit_counts_from_the_last_sign_of_progress():
+    start_s = time.monotonic()
+
+    async def takes_long():
+        await asyncio.sleep(0.8)
+
+    def sign():
+        return min(time.monotonic(), start_s + 0.7)
+
+    ask([takes_long, answers, answers], limit_s=0.3, last_sign_s=sign)
+    start_s = time.monotonic()
+    assert failed([takes_long, answers, is_silent], last_sign_s=lambda: start_s)[0] == {
+        "server_0": "no answer within 0.3 s",
+        "server_2": "no answer within 0.3 s",
+    }
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3, 2)])
