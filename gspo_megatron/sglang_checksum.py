@@ -36,11 +36,11 @@ from gspo_megatron.sglang_cpu import LIMIT_VARIABLE
 ACTION = "received"
 UNFILLED = "unfilled "
 """Goes before the name of a parameter that was given nothing; the value beside it is empty."""
-STEP = 4093
+STEP = 16381
 """A prime, so that no row length is a multiple of it. A tensor of the checkpoint is copied as a whole, so one NaN
-within it suffices; one in each 8 KiB of bfloat16 costs a thousandth of filling all."""
-SMALL = 2**16
-"""Parameters up to this many elements are filled wholly."""
+within it suffices; one in each 32 KiB of bfloat16 costs little beside filling all."""
+SMALL = 2**20
+"""Parameters up to this many elements are filled wholly: they may be made up of tensors of less than STEP."""
 TWICE = "received twice"
 BROKE = "the broadcast broke"
 """What a server says of tensors that did not arrive."""
