@@ -5,6 +5,7 @@ each tensor-parallel rank of a server keeps a record of an update, whichever way
 
 - before it, parameters are filled with NaN, every STEP-th element of them: a server that was left with half of the
   weights can only answer NaN, which rollout.py refuses;
+- a broadcast tells its tensors itself, in messages, and each is loaded as soon as it is there (Arriving);
 - each tensor that the model is given is recorded with its checksum (checksum.py), under its Hugging Face name;
 - after it, a parameter that still holds one of these NaN was given nothing, and is recorded as unfilled.
 
