@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from math import prod
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from rich.table import Table
 
 from gspo_megatron.config import Recipe, load_recipe
 from gspo_megatron.convert.hf_io import read_config
+from gspo_megatron.convert.safetensors_io import spec_bytes
 from gspo_megatron.engine import Engine, take_port
 from gspo_megatron.fleet import Fleet, Server, announce
 
@@ -130,18 +130,6 @@ def receive(port: int, sizes: list[int], repeats: int) -> None:
         broadcast_bare(group, buckets)
 
 
-def bucket_sizes(specs: list[Any], max_bytes: int) -> list[int]:
-    """Bytes of each bucket, as Gatherer.buckets makes them."""
-    sizes, held = [], 0
-    for _, dtype, shape in specs:
-        size = prod(shape) * dtype.itemsize
-        if held and held + size > max_bytes:
-            sizes.append(held)
-            held = 0
-        held += size
-    return [*sizes, held]
-
-
 def train_rank(rank: int, recipe: Recipe, ports: tuple[int, int], repeats: int, results: Queue[Any]) -> None:
     """One trainer rank; rank 0 puts a row of each push and broadcast into results."""
     torch.set_num_threads(1)
@@ -151,7 +139,7 @@ def train_rank(rank: int, recipe: Recipe, ports: tuple[int, int], repeats: int, 
 
     fleet = Fleet(recipe.run_dir / "servers") if rank == 0 else None
     weight_sync = module.WeightSync(policy, recipe, fleet)
-    sizes = bucket_sizes(weight_sync._gatherer.specs, module.BUCKET_BYTES)
+    sizes = [sum(map(spec_bytes, bucket)) for bucket in weight_sync._gatherer.plan(module.BUCKET_BYTES)]
     group = None
     if rank == 0:
         context = multiprocessing.get_context("spawn")
