@@ -151,23 +151,30 @@ def plan_hf_files(tensors: Sequence[TensorSpec], *, max_file_bytes: int = MAX_FI
     """
     if not tensors:
         raise ConversionError("no tensors to write")
-    groups: list[list[TensorSpec]] = [[]]
-    group_bytes, names = 0, set()
-    for spec in tensors:
-        name, dtype, _ = spec
+    names = set()
+    for name, dtype, _ in tensors:
         if name in names:
             raise ConversionError(f"{name}: would be written twice")
         if dtype not in _DTYPE_NAMES:
             raise ConversionError(f"{name}: {dtype} cannot be written to safetensors")
         names.add(name)
-        if groups[-1] and group_bytes + spec_bytes(spec) > max_file_bytes:
+    groups = in_groups(tensors, max_file_bytes)
+    if len(groups) == 1:
+        return [_plan_file("model.safetensors", groups[0])]
+    return [_plan_file(f"model-{i:05d}-of-{len(groups):05d}.safetensors", g) for i, g in enumerate(groups, start=1)]
+
+
+def in_groups(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
+    """Neighbours of together at most max_bytes; a larger tensor is a group of its own."""
+    groups: list[list[TensorSpec]] = [[]]
+    group_bytes = 0
+    for spec in specs:
+        if groups[-1] and group_bytes + spec_bytes(spec) > max_bytes:
             groups.append([])
             group_bytes = 0
         groups[-1].append(spec)
         group_bytes += spec_bytes(spec)
-    if len(groups) == 1:
-        return [_plan_file("model.safetensors", groups[0])]
-    return [_plan_file(f"model-{i:05d}-of-{len(groups):05d}.safetensors", g) for i, g in enumerate(groups, start=1)]
+    return groups
 
 
 def spec_bytes(spec: TensorSpec) -> int:

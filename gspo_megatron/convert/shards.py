@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gspo_megatron.checksum import bytes_of
 from gspo_megatron.convert.ops import Block, Box, Shape, TensorMap, mcore_problems, raise_problems, slices
-from gspo_megatron.convert.safetensors_io import TensorSpec, spec_bytes
+from gspo_megatron.convert.safetensors_io import TensorSpec, in_groups, spec_bytes
 
 T = TypeVar("T")
 
@@ -199,16 +199,7 @@ class Gatherer:
 
     def plan(self, max_bytes: int) -> list[list[TensorSpec]]:
         """Which tensors buckets(max_bytes) yields in each list."""
-        lists: list[list[TensorSpec]] = [[]]
-        held_bytes = 0
-        for spec in self.specs:
-            size = spec_bytes(spec)
-            if lists[-1] and held_bytes + size > max_bytes:
-                lists.append([])
-                held_bytes = 0
-            lists[-1].append(spec)
-            held_bytes += size
-        return lists
+        return in_groups(self.specs, max_bytes)
 
     def _gather(self, bucket: list[TensorSpec], rows: deque[Tensor]) -> list[tuple[str, Tensor]]:
         """Owners send their pieces to rank 0, rank by rank, in messages."""
